@@ -238,13 +238,13 @@ def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
     folder = Path(node.sent[0].path).parent
 
     with caplog.at_level(logging.WARNING):
-        checkpoints.give_up(recovery.GiveUpCheckpoint(0, "rank 1 was ended by signal 9"))
+        checkpoints.give_up(recovery.GiveUpCheckpoint(0, "rank 1 was killed (SIGKILL)"))
         checkpoints.writer.look()
 
     assert checkpoints.writer.status is not None
-    assert (checkpoints.writer.status.path, checkpoints.writer.status.reason) == ("", "rank 1 was ended by signal 9")
+    assert (checkpoints.writer.status.path, checkpoints.writer.status.reason) == ("", "rank 1 was killed (SIGKILL)")
     ours = [record.message for record in caplog.records if record.thread == threading.get_ident()]
-    assert ours == ["no checkpoint: rank 1 was ended by signal 9"]
+    assert ours == ["no checkpoint: rank 1 was killed (SIGKILL)"]
     assert not folder.exists()
 
 

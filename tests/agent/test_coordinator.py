@@ -10,16 +10,23 @@ import pytest
 from tests.agent.nodes import node_of, part
 from ttprun.agent.lead.conduct import Coordinator
 from ttprun.agent.node.verdict import Verdict
+from ttprun.protocol.reason import Reason
 from ttprun.recovery import FailJob, FinishJob, RestartGroup
 
 
 @pytest.mark.parametrize(
     ("orders", "verdict"),
     [
-        ((RestartGroup("a rank is lost"), FailJob("a gradient is NaN", False)), ("fail", "a gradient is NaN", False)),
-        ((FailJob("a gradient is NaN", False), RestartGroup("a rank is lost")), ("fail", "a gradient is NaN", False)),
-        ((FailJob("first", True), FailJob("second", False)), ("fail", "first", True)),
-        ((FinishJob(), FailJob("too late", True)), ("done", "", True)),
+        (
+            (RestartGroup(Reason(text="a rank is lost")), FailJob(Reason(text="a gradient is NaN"), False)),
+            ("fail", "a gradient is NaN", False),
+        ),
+        (
+            (FailJob(Reason(text="a gradient is NaN"), False), RestartGroup(Reason(text="a rank is lost"))),
+            ("fail", "a gradient is NaN", False),
+        ),
+        ((FailJob(Reason(text="first"), True), FailJob(Reason(text="second"), False)), ("fail", "first", True)),
+        ((FinishJob(), FailJob(Reason(text="too late"), True)), ("done", "", True)),
     ],
     ids=["a restart that has not begun", "an end", "two ends", "all have finished"],
 )

@@ -33,6 +33,7 @@ from ttprun.protocol.channel import KNOWN, Channel
 from ttprun.protocol.codec import decode
 from ttprun.protocol.from_rank import RankProtected
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.replicas import Replicas
 
 N_RANKS = 3
@@ -142,7 +143,9 @@ def test_a_reason_that_comes_back_is_said_again_until_it_has_come_and_gone_three
     node: FakeNode, reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
     for boundary in range(1, 11):
-        reports.take(node.slots[1], from_rank.RankHindered("a lock is held" if boundary % 2 else "", boundary))
+        reports.take(
+            node.slots[1], from_rank.RankHindered(Reason(text="a lock is held" if boundary % 2 else ""), boundary)
+        )
 
     said = [re.sub(" reports: .*", "", line) for line in caplog.messages]
     again = [f"from step {boundary} on a lost rank can be replaced" for boundary in (2, 4, 6)]

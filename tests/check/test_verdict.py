@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ttprun.chaos.faults import Fault
 from ttprun.chaos.trial.compare import AT_END, OfRank, RunDifference, differences_by_step
-from ttprun.chaos.trial.kills import KillOutcome, blamed, essence, refused
+from ttprun.chaos.trial.kills import KillOutcome, blamed, refused
+from ttprun.protocol.reason import Reason
 
 KILL = Fault("kill", rank=1, step=5, phase="backward")
 
@@ -36,21 +37,12 @@ def test_a_boundary_that_one_of_them_has_not_noted_is_not_compared() -> None:
     assert differences_by_step({0: OfRank()}, {0: of_rank("a")}) == []
 
 
-def test_a_reason_is_reported_without_what_became_of_the_job() -> None:
-    mismatch = "the replay has come to another place than boundary 2: another batch (of two)"
-    found = f"rank 0 is refused ({mismatch})"
-    reported = f"rank 0 was ended by signal 9; not replaced: {found}; no restart is left (--max-restarts)"
-
-    assert essence(reported) == mismatch
-    assert essence("rank 1 was ended by signal 9; not replaced: out of standbys") == "out of standbys"
-
-
 def test_a_refusal_names_the_place_and_what_to_do() -> None:
-    found = refused(KILL, "refused", "the step is taken within a comprehension (train.py:12), another batch")
+    found = refused(KILL, "refused", Reason("other-batch", "the step is taken within a comprehension (train.py:12)"))
 
     assert found.place == "train.py:12"
     assert "let dataset and sampler" in found.cure
 
 
 def test_a_refusal_without_a_known_cure_points_to_the_limits() -> None:
-    assert "ttprun guide limits" in refused(KILL, "refused", "something else").cure
+    assert "ttprun guide limits" in refused(KILL, "refused", Reason(text="something else")).cure

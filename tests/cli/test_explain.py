@@ -18,8 +18,7 @@ from ttprun.capture.position.judgement import (
 )
 from ttprun.capture.records.nodes import DataNode, EffectNode, ListNode, NotProvedNode, Number, RefusedNode, SameNode
 from ttprun.cli.main import main
-from ttprun.protocol.reason import WORDS
-from ttprun.protocol.reasons import KINDS
+from ttprun.protocol.reasons import KINDS, WORDS
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,8 @@ def test_the_last_section_lists_the_kinds_of_reasons_by_their_words(capsys: pyte
     "asked",
     [
         ["journal-full"],
-        ["the journal of one step has reached journal_limit_mib"],
-        ["rank", "1", "reports:", "the", "journal", "of", "one", "step", "has", "reached", "journal_limit_mib."],
+        ["not protected: the journal has reached its limit (ttprun explain\n  journal-full). If a rank is lost"],
+        ["rank", "1", "reports:", "too", "much", "(ttprun", "explain", "journal-full)."],
     ],
 )
 def test_a_reason_is_explained_by_its_kind_and_by_its_message(
@@ -141,7 +140,7 @@ def test_a_reason_is_explained_by_its_kind_and_by_its_message(
     [
         ("jurnal-full", "did you mean 'journal-full'?"),
         ("symetric-memory", "did you mean 'symmetric-memory'?"),
-        ("xyz", "'ttprun explain' lists the kinds"),
+        ("xyz", "'ttprun explain' lists the kinds; a message ends with its own in brackets"),
     ],
 )
 def test_an_unknown_reason_is_one_line_with_the_nearest(

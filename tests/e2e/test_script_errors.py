@@ -31,9 +31,7 @@ def test_an_exit_with_a_code_is_the_cause_and_not_the_connections_that_broke_by_
 
     assert result.exit_code == 1, result.story()
     last = result.last_words
-    assert last.startswith(
-        "ttprun: the job has ended: rank 1 exited with code 3 at boundary 8; not replaced: this is an"
-    )
+    assert last.startswith("ttprun: the job has ended: rank 1 exited with code 3 in step 8; not replaced: this is an")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def killed(launch: Launch, pid: int, tmp_path: Path) -> Run:
     (tmp_path / "gate").touch()
     run = launch.finish()
     assert_no_orphans(run)
-    assert "was ended by signal 9 at boundary 12: recovered" in run.output, run.story()
+    assert "was killed (SIGKILL) in step 12: recovered" in run.output, run.story()
     assert "0 steps lost" in run.output, run.story()
     assert "Traceback" not in run.output, run.story()
     return run

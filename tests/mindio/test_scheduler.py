@@ -14,6 +14,7 @@ from ttprun.protocol import mindio
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mindio import SchedulerAsked
 from ttprun.protocol.rank_events import Event, StopAsked
+from ttprun.protocol.reason import Reason
 from ttprun.recovery import Incident, JobPhase
 
 OPENED = Incident(
@@ -22,7 +23,7 @@ OPENED = Incident(
     ranks=(1,),
     rung="replace",
     outcome="open",
-    reason="rank 1 was ended by signal 9",
+    reason=Reason(text="rank 1 was killed (SIGKILL)"),
     phase=JobPhase.FREEZING,
     generation=1,
     opened_at_s=0.0,
@@ -90,7 +91,7 @@ def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(node: FakeNode
         ("report_fault_ranks", [{1: 1}, {1: ""}]),
         ("report_stop_complete", [0, "stopped", {1: 1}]),
         ("report_strategies", [{1: 1}, ["recover", "dump", "exit"]]),
-        ("report_result", [0, "rank 1 was ended by signal 9", {1: 1}, "recover"]),
+        ("report_result", [0, "rank 1 was killed (SIGKILL)", {1: 1}, "recover"]),
     ]
 
 

@@ -46,6 +46,7 @@ from ttprun.protocol.from_rank import (
 )
 from ttprun.protocol.process_orders import Action, Rewind
 from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.protocol.reason import Reason
 from ttprun.recovery import Job, RecordIncident, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
@@ -95,7 +96,8 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
     StateSent: {"digest": "same"},
     RankRepaired: {"digest": "same"},
 }
-TEXTS = {"reason", "name", "digest", "place", "saved", "why_not", "why_unusable", "device_fault"}
+TEXTS = {"reason", "name", "digest", "place", "saved", "why_not", "why_unusable", "device_fault", "crashed_at"}
+OF_REASONS = (RankUnprotected, RankHindered, MismatchFound)
 NUMBERS = {"silent"}
 FILLED_IN = {"is_adapted", "trusted"}  # by the agent
 RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
@@ -148,8 +150,10 @@ class Scenario:
                 yield recovery.ElasticDeclared(rank=rank, replicas=(ReplicaGroup(alike, 2),), at_s=self.at_s)
             return
         ranks = given.pop("ranks", given.pop("rank", ""))
-        values = {name: read_value(name, text) for name, text in given.items()}
         one_for_all = EVENT_WORDS[word]
+        values = {name: read_value(name, text) for name, text in given.items()}
+        if one_for_all in OF_REASONS:
+            values["reason"] = Reason("", values["reason"])
         if one_for_all in (recovery.ReplacementAsked, recovery.NodeLost):
             values = {**DEFAULTS.get(one_for_all, {}), **values, "ranks": tuple(map(int, ranks.split(",")))}
             yield one_for_all(**values, at_s=self.at_s)

@@ -18,6 +18,7 @@ from ttprun.protocol.from_rank import (
 )
 from ttprun.protocol.process_orders import SpawnRank
 from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, RankStarted, StopAsked
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery import (
     RUNGS,
@@ -161,7 +162,7 @@ def test_a_job_without_ranks_cannot_be_made(world_size: int) -> None:
         RankRepaired(rank=2, generation=0, digest="", at_s=11.0),
         RankRebuilt(rank=0, generation=0, at_s=11.0),
         RankReissued(rank=0, generation=0, at_s=11.0),
-        MismatchFound(rank=0, generation=0, reason="other shape", at_s=11.0),
+        MismatchFound(rank=0, generation=0, reason=Reason(text="other shape"), at_s=11.0),
         DeadlinePassed(generation=0, name="freeze", at_s=11.0),
         DeadlinePassed(generation=1, name="resume", at_s=11.0),
     ],
@@ -179,12 +180,11 @@ def test_an_echo_changes_nothing(echo: Event) -> None:
 def test_a_mismatch_of_running_ranks_restarts_the_group() -> None:
     job = running_job(Settings(world_size=2))
 
-    job, actions = advance(job, MismatchFound(rank=1, generation=0, reason="digests differ", at_s=7.0))
+    job, actions = advance(job, MismatchFound(rank=1, generation=0, reason=Reason(text="digests differ"), at_s=7.0))
 
     order, record = actions
-    assert order == RestartGroup(
-        "rank 1 is refused (digests differ); not replaced: the state of the ranks cannot be trusted"
-    )
+    assert isinstance(order, RestartGroup)
+    assert order.reason.kind == "other-weights"
     assert isinstance(record, RecordIncident)
     assert (record.incident.kind, record.incident.ranks) == ("mismatch", (1,))
     assert job.phase is JobPhase.RESTARTING
@@ -192,7 +192,7 @@ def test_a_mismatch_of_running_ranks_restarts_the_group() -> None:
 
 def test_a_restarted_group_starts_from_nothing() -> None:
     job = running_job(Settings(world_size=2))
-    job, _ = advance(job, RankUnprotected(rank=0, reason="no process group", at_s=1.0))
+    job, _ = advance(job, RankUnprotected(rank=0, reason=Reason(text="no process group"), at_s=1.0))
     job, _ = advance(job, killed(1, pid=101))
 
     job, _ = advance(job, GroupRestarted(at_s=12.0))
@@ -209,8 +209,8 @@ def test_a_restart_that_nobody_ordered_is_taken_as_it_is() -> None:
     (record,) = actions
     assert isinstance(record, RecordIncident)
     assert record.incident.outcome == "restarted"
-    assert record.incident.reason.startswith("rank 2 was ended by signal")
-    assert record.incident.reason.endswith("; not replaced: the agent restarted the whole group")
+    assert record.incident.reason.text.startswith("rank 2 was killed")
+    assert record.incident.reason.text.endswith("; not replaced: the agent restarted the whole group")
     assert job.phase is JobPhase.RUNNING
 
 
@@ -311,7 +311,7 @@ def test_a_rank_that_cannot_train_with_fewer_ranks_is_named_in_the_reason() -> N
 
     assert job.phase is JobPhase.RESTARTING
     assert isinstance(actions[0], RestartGroup)
-    assert "the others cannot continue without rank 1: rank 1 cannot train with fewer ranks" in actions[0].reason
+    assert "the others cannot continue without rank 1: rank 1 cannot train with fewer ranks" in actions[0].reason.text
 
 
 def test_ranks_that_all_hold_the_same_train_on_without_the_one_that_is_lost() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.recovery.fake_world import FakeWorld
 from ttprun.protocol.from_rank import RankHindered, RankUnprotected
 from ttprun.protocol.rank_events import Event, MismatchFound, StopAsked
+from ttprun.protocol.reason import Reason
 from ttprun.recovery import RUNGS, CheckpointAsked, JobPhase, Life, Settings
 
 WORLDS = st.builds(
@@ -78,11 +79,13 @@ def play(world: FakeWorld, tape: bytes) -> None:
         elif move < 251:
             world.flip_bit(rank)
         elif move < 253:
-            world.hear(MismatchFound(rank=rank, generation=world.job.generation, reason="other shape", at_s=0.0))
+            world.hear(
+                MismatchFound(rank=rank, generation=world.job.generation, reason=Reason(text="other shape"), at_s=0.0)
+            )
         elif move < 254:
-            world.hear(RankUnprotected(rank=rank, reason="a CUDA graph", at_s=0.0))
+            world.hear(RankUnprotected(rank=rank, reason=Reason(text="a CUDA graph"), at_s=0.0))
         elif move < 255:
-            world.hear(RankHindered(rank=rank, reason="a queue" if is_mute else "", at_s=0.0))
+            world.hear(RankHindered(rank=rank, reason=Reason(text="a queue" if is_mute else ""), at_s=0.0))
         else:
             world.handles_stop = is_mute
             world.hear(StopAsked(reason="SIGTERM", at_s=0.0))
@@ -245,7 +248,7 @@ def test_ranks_killed_in_mid_repair_are_replaced_unless_none_is_left_or_it_has_b
     world.settle()
 
     given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
-    assert all(re.search("all ranks of the group were lost|3 attempts", incident.reason) for incident in given_up)
+    assert all(re.search("all ranks of the group were lost|3 attempts", incident.reason.text) for incident in given_up)
 
 
 @given(
@@ -271,7 +274,7 @@ def test_ranks_that_hang_at_any_moment_are_replaced_unless_none_is_left_or_it_ha
 
     assert world.hung == () or world.job.phase is JobPhase.FAILED
     given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
-    assert all(re.search("all ranks of the group were lost|3 attempts|waited for", one.reason) for one in given_up)
+    assert all(re.search("all ranks of the group were lost|3 attempts|waited for", one.reason.text) for one in given_up)
 
 
 @given(
@@ -365,7 +368,7 @@ def test_transient_errors_and_kills_in_mid_repair_end_well_unless_none_is_left_o
 
     given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
     expected = "all ranks of the group were lost|3 attempts|error of the script itself|the script fails again in a"
-    assert all(re.search(expected, incident.reason) for incident in given_up)
+    assert all(re.search(expected, incident.reason.text) for incident in given_up)
 
 
 @given(
@@ -392,7 +395,7 @@ def test_a_group_becomes_smaller_and_whole_again_and_the_rest_always_holds_a_who
 
     given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
     expected = "no rank would remain|all ranks of the group were lost|no copy would remain"
-    assert all(re.search(expected, incident.reason) for incident in given_up)
+    assert all(re.search(expected, incident.reason.text) for incident in given_up)
     away = [world.processes[rank] for rank in world.job.away]
     assert not any(process.is_alive for process in away)
     working = [world.processes[rank] for rank in world.job.survivors]

@@ -11,6 +11,7 @@ from tests.recovery.test_machine import running_job
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.process_orders import Action, Rewind
 from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze, Resume
 from ttprun.recovery import (
     CheckpointAsked,
@@ -75,7 +76,7 @@ def test_the_state_is_saved_and_then_the_group_starts_again() -> None:
     assert [one for one in actions if isinstance(one, Freeze | Persist | Regroup)] == [
         Freeze((0, 1), 1, ()),
         Persist((0, 1), 1, 5, "resize"),
-        Regroup("/save/5", 5, "node c joins"),
+        Regroup("/save/5", 5, Reason(text="node c joins")),
     ]
     assert job.phase is JobPhase.RESTARTING
 
@@ -197,7 +198,7 @@ def test_the_same_again_without_a_step_in_between_ends_the_job() -> None:
     "fault",
     [
         RankExited(rank=2, pid=202, code=1, signal=None, boundary=5, is_script_error=True, at_s=5.0),
-        MismatchFound(rank=0, generation=3, reason="it reads other samples", at_s=5.0),
+        MismatchFound(rank=0, generation=3, reason=Reason(text="it reads other samples"), at_s=5.0),
     ],
     ids=["its script fails", "a check refuses it"],
 )

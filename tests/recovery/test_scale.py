@@ -14,6 +14,7 @@ from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.rank_events import RankExited, RankStarted
+from ttprun.protocol.reason import Reason
 from ttprun.recovery import Settings
 from ttprun.recovery.members import CHUNK, Life, Member, MemberFlag, Members, flags_of
 from ttprun.recovery.replicas import Looks, Replicas
@@ -124,7 +125,7 @@ def test_members_count_what_they_wait_for_as_a_scan_would() -> None:
     members = Members.of(Member(rank=rank) for rank in range(2 * CHUNK + 3))
 
     for rank in (0, CHUNK - 1, CHUNK, 2 * CHUNK + 2):
-        members = members.with_changed([Member(rank=rank, life=Life.LOST, hindrance="a loop")])
+        members = members.with_changed([Member(rank=rank, life=Life.LOST, hindrance=Reason(text="a loop"))])
     members = members.with_each(lambda one: Member(rank=one.rank, life=Life.LOST, pid=1) if one.rank > 250 else one)
 
     assert members == Members.of(members)
@@ -133,5 +134,5 @@ def test_members_count_what_they_wait_for_as_a_scan_would() -> None:
     assert members.count(MemberFlag.IS_LOST) == 11 == members.count(MemberFlag.MUST_REPLAY)
     assert members.count(MemberFlag.IS_HINDERED) == 3
     assert [member.rank for member in members] == list(range(len(members)))
-    assert members[CHUNK].hindrance == "a loop"
+    assert members[CHUNK].hindrance.text == "a loop"
     assert members.count(MemberFlag.MUST_START) == 3

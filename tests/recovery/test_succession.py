@@ -11,6 +11,7 @@ from ttprun.protocol.codec import decode, encode
 from ttprun.protocol.inheritance import GroupMembership, Known, Left
 from ttprun.protocol.process_orders import SpawnRank
 from ttprun.protocol.rank_events import RankExited
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery import Job, JobPhase, NodeLost, Saved, Settings, advance, known_of, new_job, succeed
 from ttprun.recovery.members import Life
@@ -59,13 +60,13 @@ def test_an_incident_that_was_open_is_begun_again_with_all_that_is_lost() -> Non
 
 
 def test_what_the_ranks_had_reported_still_holds() -> None:
-    known = Known(unprotected="rank 1 uses fork", compared_at=1)
-    job = taken_over(remaining(0), remaining(1, hindrance="a lambda"), remaining(2, is_finished=True))
+    known = Known(unprotected=Reason(text="rank 1 uses fork"), compared_at=1)
+    job = taken_over(remaining(0), remaining(1, hindrance=Reason(text="a lambda")), remaining(2, is_finished=True))
     unprotected = taken_over(remaining(0, pid=0), remaining(1), known=known)
 
     unprotected, _ = advance(unprotected, lost_with_leader(0))
 
-    assert [member.hindrance for member in job.members] == ["", "a lambda", ""]
+    assert [member.hindrance.text for member in job.members] == ["", "a lambda", ""]
     assert job.members[2].life is Life.FINISHED
     assert job.restarts == 1
     assert unprotected.incident is not None or unprotected.phase is not JobPhase.RUNNING
@@ -75,7 +76,7 @@ def test_what_the_ranks_had_reported_still_holds() -> None:
 def test_without_a_comparison_that_is_known_nothing_is_repaired_from_others() -> None:
     job = taken_over(remaining(0, pid=0), remaining(1), known=Known())
 
-    assert job.replicas.why_no_source(0, (1,)) != ""
+    assert job.replicas.why_no_source(0, (1,))
 
 
 def test_what_all_have_resumed_from_is_known_to_the_next_leader() -> None:

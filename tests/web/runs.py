@@ -18,7 +18,7 @@ REPLACED = IncidentStatus(
     (1,),
     "replace",
     "recovered",
-    "rank 1 was ended by signal 9 at boundary 40",
+    "rank 1 was killed (SIGKILL) in step 40",
     detect_s=0.0,
     freeze_s=0.1,
     spawn_s=0.3,

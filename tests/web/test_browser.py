@@ -110,7 +110,7 @@ def test_it_follows_the_job_while_it_is_open(browser: Browser, url: str, run: Ru
     write_status(run.status, replace(status, ranks=(*status.ranks[:7], replace(status.ranks[7], state="lost"))))
 
     browser.wait_for("return document.querySelector('[data-index=\"7\"]').textContent === '✕ 7'")
-    assert browser.text("#sentence") == "Recovering: rank 1 was ended by signal 9 at boundary 40."
+    assert browser.text("#sentence") == "Recovering: rank 1 was killed (SIGKILL) in step 40."
     assert browser.text("#announced") == browser.text("#sentence")
     assert "recovering" in browser.ask("return document.title")
 
@@ -194,7 +194,7 @@ def test_the_text_for_an_issue_holds_incidents_and_the_last_events(browser: Brow
 
     text = browser.ask("return asText()")
 
-    assert "incident 1: signal 9, rank 1, replace: recovered; rank 1 was ended by signal 9 at boundary 40" in text
+    assert "incident 1: signal 9, rank 1, replace: recovered; rank 1 was killed (SIGKILL) in step 40" in text
     assert "rank_exited" in text
 
 

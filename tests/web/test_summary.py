@@ -68,7 +68,7 @@ def test_the_speed_is_that_of_the_last_minute_without_incidents_and_without_the_
             {"away": (1, 3)},
             "Training on 4 ranks, without 2 of them: step 50. A lost rank is replaced without losing a step.",
         ),
-        ({"state": "recovering"}, "Recovering: rank 1 was ended by signal 9 at boundary 40."),
+        ({"state": "recovering"}, "Recovering: rank 1 was killed (SIGKILL) in step 40."),
         ({"state": "done"}, "Done after step 50 on 4 ranks, with 1 incident, 0 steps lost."),
         ({"state": "done", "incidents": ()}, "Done after step 50 on 4 ranks, without an incident."),
         ({"state": "stopped", "exit_code": 130, "reason": "ended by SIGINT"}, "Stopped at step 50: ended by SIGINT."),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ttprun.introspect import host
 from ttprun.introspect.costs import Costs
 from ttprun.protocol.board import Board, Phase
+from ttprun.protocol.reason import Reason
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ class Training(Protocol):
     def report(self, equal: list[str], not_proved: list[str]) -> None:
         """Report what was found equal (a noun with its number), and what is not proved (a sentence each)."""
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: Reason) -> None:
         """The script gets something else than the lost process did (a sentence): it must not go on with that."""
 
     def weights(self) -> Sequence[torch.Tensor]:
@@ -116,7 +117,7 @@ class Host(Protocol):
     def training(self) -> Training: ...
     def __getitem__(self, kind: type[_T]) -> _T: ...
     def touch(self, phase: Phase) -> None: ...
-    def give_up_protection(self, reason: str) -> None: ...
+    def give_up_protection(self, reason: Reason) -> None: ...
 
 
 def current() -> Host | None:

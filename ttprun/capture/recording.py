@@ -27,6 +27,7 @@ from ttprun.capture.records.boundary_record import BoundaryRecord, PassRecord, S
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import fail_open, host_copies, random_state
 from ttprun.introspect.tensor_bytes import bytes_of, plain_together
+from ttprun.protocol.reason import Reason
 
 
 class Steps(msgspec.Struct, frozen=True, gc=False):
@@ -90,23 +91,25 @@ def describe(
     }
     optimizers = [snapshot.node(optimizer, 0) for optimizer in steps.living]
     returned = snapshot.node(returned, 0)
-    not_proved = file_answers.not_proved() + loaders.not_proved()
+    named = file_answers.not_proved() + loaders.not_proved()
     if snapshot.not_proved:
         names = ["" if code.co_name == "<module>" else code.co_qualname for code in whereabouts.codes]
         scopes = dict(zip(names, variables, strict=True)) | modules
         scopes["optimizers"] = dict(zip(map(str, range(len(optimizers))), optimizers, strict=True))
-        not_proved = values.names_not_proved(snapshot, scopes) + not_proved
+        named = values.names_not_proved(snapshot, scopes) + named
     blobs, are_here = snapshot.blobs, not host_copies.waiting
     for blob in blobs:
         are_here = are_here and blob.is_cpu
     if not are_here:
         blobs = host_copies.take(blobs)
     others = beside()
+    skipped = "" if whereabouts.why_not else made_inside.why_skipped(boundary, whereabouts)
     record = BoundaryRecord(
         boundary=boundary,
         place=whereabouts.place,
         dead=whereabouts.dead,
-        unfollowed=whereabouts.why_not or made_inside.why_skipped(boundary, whereabouts),
+        unfollowed=whereabouts.why_not or skipped,
+        unfollowed_kind="made-inside-the-loop" if skipped else "loop-not-followed",
         variables=variables,
         loops=active,
         generator_loops=snapshot.generator_loops,
@@ -128,7 +131,7 @@ def describe(
         kept=others.kept,
         entropy=origins.drawn_since_last_asked(),
         blobs=[blob.nbytes for blob in blobs],
-        not_proved=not_proved,
+        named=named,
         is_draining=is_draining,
         stepping=steps.number,
         is_before_step=others.is_before_step,
@@ -204,8 +207,8 @@ class Rehearsal:
     """
 
     def __init__(self) -> None:
-        self.refused: list[str] = []
-        self.unrecorded: list[str] = []
+        self.refused: list[Reason] = []
+        self.unrecorded: list[Reason] = []
         self._began_s = time.monotonic()
         self._used_s = 0.0
         self._count = 0
@@ -256,15 +259,17 @@ class Rehearsal:
         return 0
 
     def _read(self, head: bytes, is_strict: bool) -> Iterator[None]:
-        refused: list[str] = []
-        unrecorded: list[str] = []
+        refused: list[Reason] = []
+        unrecorded: list[Reason] = []
         try:
-            for sentence, is_needed in values.refusals(read_head(head)):
-                if sentence:
-                    (refused if is_needed or is_strict else unrecorded).append(sentence)
+            for reason, is_needed in values.refusals(read_head(head)):
+                if reason:
+                    (refused if is_needed or is_strict else unrecorded).append(reason)
                 yield
         except Exception as error:
             fail_open.raise_if_meant(error)
-            refused.append(f"the record of boundary {self._at} cannot be read back: {error!r}")
+            refused.append(
+                Reason("state-unreadable", f"the record of boundary {self._at} cannot be read back: {error!r}")
+            )
         self.refused = list(dict.fromkeys(refused))
         self.unrecorded = list(dict.fromkeys(unrecorded))

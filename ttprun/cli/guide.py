@@ -29,8 +29,8 @@ from ttprun.config import Config
 from ttprun.config_sources import FILE_ONLY, VARIABLE_PREFIX, option_name, preset
 from ttprun.errors import ConfigError, suggestion
 from ttprun.protocol.channel import Report
-from ttprun.protocol.reason import WORDS, Reason
-from ttprun.protocol.reasons import KINDS, REASONS, reason_of
+from ttprun.protocol.reason import kind_in
+from ttprun.protocol.reasons import KINDS, REASONS, WORDS, ReasonKind
 
 TABLE = Path(__file__).resolve().parent.parent / "guide" / "support.yaml"
 COSTS = {
@@ -275,23 +275,16 @@ def explain(
     return 0
 
 
-def find_reason(text: str) -> Reason:
-    """The reason of this kind, or of this message. Raises ConfigError if there is none."""
-    row = KINDS.get(text) or reason_of(" ".join(text.split()))
+def find_reason(text: str) -> ReasonKind:
+    """The reason of this kind, or of the kind that a message names. Raises ConfigError if there is none."""
+    row = KINDS.get(text) or KINDS.get(kind_in(" ".join(text.split())))
     if row is None:
-        cure = suggestion(text, KINDS, "")
-        words = set(re.findall(r"[a-z]{4,}", text.lower()))
-        alike = {
-            reason.kind: len(words & set(re.findall(r"[a-z]{4,}", f"{reason.kind} {reason.means}")))
-            for reason in REASONS
-        }
-        nearest = max(alike, key=alike.__getitem__)
-        cure = cure or (f"did you mean '{nearest}'?" if alike[nearest] else "'ttprun explain' lists the kinds")
+        cure = suggestion(text, KINDS, "'ttprun explain' lists the kinds; a message ends with its own in brackets")
         raise ConfigError(f"no reason is known as '{text[:80]}'", cure)
     return row
 
 
-def explain_reason(row: Reason) -> None:
+def explain_reason(row: ReasonKind) -> None:
     """Print a row of the table of reasons."""
     topic, _, heading = row.where.partition("#")
     width = width_of_lines()

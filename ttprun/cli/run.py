@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shlex
 import shutil
 import time
@@ -57,7 +56,6 @@ from ttprun.web.notifier import notifying
 
 # torchrun's default; only static rendezvous uses it.
 MASTER_PORT = 29500
-_REFUSED_BY_ARGPARSE = re.compile("exited with code 2 .*failed before its first step")
 
 
 @dataclass(frozen=True)
@@ -151,10 +149,11 @@ def run(words: Sequence[str]) -> int:
 
 def say_misplaced(torchrun: Namespace, directory: RunDirectory) -> None:
     """After an argparse error of the script: say which of its options are ttprun's, given behind the script."""
-    reason = ""
-    with contextlib.suppress(OSError, ValueError):  # a full disk costs the hint
-        reason = read_status(directory.status).reason
-    if not _REFUSED_BY_ARGPARSE.search(reason):
+    try:
+        status = read_status(directory.status)
+    except (OSError, ValueError):  # a full disk costs the hint
+        return
+    if any(rank.step for rank in status.ranks) or all(incident.kind != "exit 2" for incident in status.incidents):
         return
     ours = build_parser()._option_string_actions
     words = dict.fromkeys(word.partition("=")[0] for word in torchrun.training_script_args)

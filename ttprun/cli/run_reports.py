@@ -34,7 +34,7 @@ from ttprun.observe.status import (
     read_status,
 )
 from ttprun.observe.topology import Topology, read_topology
-from ttprun.protocol.reasons import pointer
+from ttprun.protocol.reason import pointer
 from ttprun.state.cost_limits import in_words
 
 STYLES = {"healthy": "green", "done": "green", "failed": "red"}
@@ -83,7 +83,7 @@ def draw_sparkline(values: Sequence[float], width: int = _CURVE) -> str:
 
 def sentences_of(incident: IncidentStatus, proofs: bool = True) -> list[str]:
     """The sentences of an incident: its reason, its standby, what was found equal, what is not proved."""
-    sentences = [incident.reason + pointer(incident.reason)] if incident.reason else []
+    sentences = [incident.reason + pointer(incident.reason_kind)] if incident.reason else []
     sentences += {
         None: [],
         True: ["a standby was ready"],
@@ -109,7 +109,9 @@ def draw_headline(shown: RunStatus) -> Text:
     if shown.away:
         line.append(f"\n{describe_away(shown)}")
     if shown.reason:
-        line.append(f"\n{shown.reason}{pointer(shown.reason)}")
+        line.append(
+            f"\n{shown.reason}{pointer(shown.reason_kind if shown.reason_kind != shown.protection_kind else '')}"
+        )
     if shown.resume is not None:
         line.append(f"\n{describe_resume(shown.resume)}")
     if shown.checkpoint is not None:
@@ -117,7 +119,7 @@ def draw_headline(shown: RunStatus) -> Text:
     if shown.snapshot_step is not None and not shown.has_ended:
         line.append(f"\nsnapshot in shared memory: step {shown.snapshot_step}")
     if shown.protection != "on":
-        line.append(f"\n{describe_protection(shown.protection)}{pointer(shown.protection)}")
+        line.append(f"\n{describe_protection(shown.protection)}{pointer(shown.protection_kind)}")
     if shown.cost is not None:
         line.append(f"\n{describe_cost(shown.cost)}")
     line.append("".join(f"\nnot proved: {name}" for name in shown.not_proved))

@@ -41,6 +41,7 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.results import Answers
 from ttprun.introspect import random_state
 from ttprun.introspect.random_state import RngState
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.replay.replay_run import ReplayRun
@@ -270,7 +271,9 @@ class Adapted(ReplayRun):
             rest = rest_of_epoch.rest_of(recorded)
         except rest_of_epoch.CannotDistributeError as error:
             where = name[0].rpartition("|")[2].rpartition("/")[2]
-            self.refuse(f"the DataLoader of {where} cannot resume with other ranks: {error}")
+            self.refuse(
+                Reason("resume-with-other-ranks", f"the DataLoader of {where} cannot resume with other ranks: {error}")
+            )
         epochs = (recorded.get("first") or recorded)["epochs"]
         changed = {"yielded": 0, "lead": 0, "workers": None, "held": b"", "rest": rest, "seed": None}
         return recorded | changed | {"source": source, "epochs": epochs, "first": None}
@@ -284,7 +287,9 @@ class Adapted(ReplayRun):
         try:
             self._before_first_step = look(sys._getframe(1), boundary.steps_now())
         except Exception as error:  # it must not end the script's own step
-            self.refuse(f"the variables before the first step cannot be read: {error!r}")
+            self.refuse(
+                Reason("resume-with-other-ranks", f"the variables before the first step cannot be read: {error!r}")
+            )
 
     def before_step(self, frame: FrameType, returned: Any = None, optimizer: Any = None) -> Any:
         """Pre-hook of Optimizer.step: at the old run's boundary, take its variables."""
@@ -301,20 +306,22 @@ class Adapted(ReplayRun):
         except MismatchError:
             raise
         except CannotRestoreError as error:
-            self.refuse(str(error))
+            self.refuse(Reason.of(error, "resume-with-other-ranks"))
         except Exception as error:  # the script must not run with half of the variables
-            self.refuse(f"the variables cannot be taken over: {error!r}")
+            self.refuse(Reason("resume-with-other-ranks", f"the variables cannot be taken over: {error!r}"))
         self.has_arrived = self.is_at_target = True
         loops.give_back()
         return returned
 
-    def _difference_of_loaders(self) -> str:
+    def _difference_of_loaders(self) -> Reason:
         """How far the iterators are from the dummies and what is read ahead; "" if they have yielded these."""
         handed = sorted((it["name"], it["yielded"]) for it in loaders.records())
         expected = sorted((it["name"], max(1, it["lead"])) for it in self.target.fields.loaders)
         if handed == expected:
-            return ""
-        return f"its DataLoaders have yielded {handed} in the first step, and in the old run {expected}"
+            return Reason()
+        return Reason(
+            "other-batch", f"its DataLoaders have yielded {handed} in the first step, and in the old run {expected}"
+        )
 
     def _take_over(self, frame: FrameType, returned: Any) -> Any:
         session = self.session

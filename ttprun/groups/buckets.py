@@ -29,6 +29,7 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.operations import with_tensors_replaced
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.protocol.reason import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,12 +76,14 @@ class BucketInput(Input):
     def put_back(self, own: Sequence[torch.Tensor]) -> None:
         """Compute it from the gradients again. Raises NotRepairableError if it differs from what was noted."""
         if not (self.bucket.fill(self.flat) and _are_same(self.bucket.note(self.flat), self.noted)):
-            raise NotRepairableError("a gradient was changed after its all-reduce, whose input is therefore lost")
+            raise NotRepairableError(
+                Reason("input-lost", "a gradient was changed after its all-reduce, whose input is therefore lost")
+            )
         self.version = self.flat._version
 
     def made_again(self) -> Sequence[torch.Tensor]:
         """Raises NotRepairableError: gradients may have changed since."""
-        raise NotRepairableError("no rank still has the input or the result of an all-reduce")
+        raise NotRepairableError(Reason("input-lost", "no rank still has the input or the result of an all-reduce"))
 
     def count_nans(self) -> str:
         """ "3 of 8 elements" if the input has NaN, else "".

@@ -12,10 +12,12 @@ from typing import Any
 
 from ttprun.groups.host import current
 from ttprun.groups.transports import late
+from ttprun.protocol.reason import Reason
 
-REASON = (
+REASON = Reason(
+    "device-graph",
     "the script captures its work in graphs of the device (torch.cuda.graph, make_graphed_callables, or torch.compile "
-    'with mode="reduce-overhead" or "max-autotune"), which cannot be replayed: without them it is repaired'
+    'with mode="reduce-overhead" or "max-autotune"), which cannot be replayed: without them it is repaired',
 )
 
 _LIMIT_S = 5.0  # for operations that were issued before the capture
@@ -41,7 +43,10 @@ def wrap_rendezvous(original: Any) -> Any:
         session = current()
         if session is not None:
             session.give_up_protection(
-                "the script maps other ranks' memory (symmetric memory), which its kernels use without a collective"
+                Reason(
+                    "symmetric-memory",
+                    "the script maps other ranks' memory (symmetric memory), which kernels use without a collective",
+                )
             )
         return original(*args, **kwargs)
 

@@ -19,6 +19,7 @@ import torch
 from ttprun.groups.buckets import TRUSTED_AFTER, words_of
 from ttprun.groups.entry import Input
 from ttprun.introspect.fail_open import NotRepairableError
+from ttprun.protocol.reason import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +89,9 @@ class GatheredInput(Input):
     def made_again(self) -> Sequence[torch.Tensor]:
         """The input once more. Raises NotRepairableError if the script has changed the shards."""
         if self.shards.note() != self.noted:
-            raise NotRepairableError("a parameter was changed after it was gathered: what it was is therefore lost")
+            raise NotRepairableError(
+                Reason("input-lost", "a parameter was changed after it was gathered: what it was is therefore lost")
+            )
         return [self.shards.joined(self.dtype)]
 
 

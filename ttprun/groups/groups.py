@@ -28,6 +28,7 @@ from ttprun.groups.transports import TRANSPORTS
 from ttprun.introspect import fail_open, moments
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Phase
+from ttprun.protocol.reason import Reason
 
 _FAKE = "fake"  # torch's name; DeviceMesh may have such groups along dimensions of one rank, as torchtitan does
 LITTLE_TRIED = {
@@ -87,16 +88,18 @@ def has_accelerator() -> bool:
     return torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
 
 
-def _why_not(backends: dict[str, str]) -> str:
+def _why_not(backends: dict[str, str]) -> Reason:
     """Why groups with these backends cannot be managed; "" if they can."""
     for device_type, name in backends.items():
         if name not in TRANSPORTS or device_type not in TRANSPORTS[name].device_types:
-            return f"backend {name!r} of {device_type} is not repaired, only {', '.join(TRANSPORTS)}"
+            return Reason("backend", f"backend {name!r} of {device_type} is not repaired, only {', '.join(TRANSPORTS)}")
         if name == "nccl" and not dist.is_nccl_available():
-            return "this build of torch has no NCCL"
+            return Reason("backend", "this build of torch has no NCCL")
         if missing := accelerator.missing_of(device_type):
-            return f"torch.{device_type} has no {missing}, without which nothing on such a device is repaired"
-    return ""
+            return Reason(
+                "device", f"torch.{device_type} has no {missing}, without which nothing on such a device is repaired"
+            )
+    return Reason()
 
 
 def _show_as(group: Any, backend: Any) -> None:
@@ -128,7 +131,9 @@ def wrap_init_process_group(original: Any) -> Any:
                 session.give_up_protection(why_not)
             return original(backend, *args, **kwargs)
         if kwargs.get("world_size", -1) not in (-1, session.world_size):
-            session.give_up_protection("the script's world_size differs from the one that ttprun started")
+            session.give_up_protection(
+                Reason("unequal-steps", "the script's world_size differs from the one that ttprun started")
+            )
             return original(backend, *args, **kwargs)
         if session.rank == LEADER and not session.generation:
             for name in sorted({*backends.values()} & LITTLE_TRIED.keys()):
@@ -163,13 +168,13 @@ def wrap_new_group(original: Any) -> Any:
     def make(
         session: Member, world: ManagedGroup, ranks: Any, timeout: Any, backend: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        backends, why_not = (dict(world.backends), "") if backend is None else _chosen(backend, None)
+        backends, why_not = (dict(world.backends), Reason()) if backend is None else _chosen(backend, None)
         if set(backends.values()) == {_FAKE}:
             _note_made(session, fail_open.caller(), world)
             return original(ranks, timeout, backend, *args, **kwargs)
         if why_not or (session.framework is not None and backends != GLOO_ALONE):
             if session.framework is None:
-                session.give_up_protection(f"{why_not} (of a group)")
+                session.give_up_protection(why_not.within(f"{why_not} (of a group)"))
             return original(ranks, timeout, backend, *args, **kwargs)
         if session[Exchange].is_given_up:
             return original(ranks, timeout, backend, *args, **kwargs)
@@ -217,12 +222,12 @@ def _note_made(session: Member, frame: FrameType, world: ManagedGroup) -> None:
     session.training.made("a process group was made", "make all groups before the loop", is_counted, frame)
 
 
-def _chosen(backend: Any, device_id: Any) -> tuple[dict[str, str], str]:
-    """(the backends that the script asks for, why they cannot be managed or "")."""
+def _chosen(backend: Any, device_id: Any) -> tuple[dict[str, str], Reason]:
+    """(the backends that the script asks for, why they cannot be managed)."""
     try:
         backends = _backends(backend, device_id)
     except (ValueError, KeyError) as error:  # torch will say so
-        return {}, f"backend {backend!r} is unknown ({error})"
+        return {}, Reason("backend", f"backend {backend!r} is unknown ({error})")
     return backends, _why_not(backends)
 
 

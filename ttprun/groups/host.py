@@ -18,6 +18,7 @@ from ttprun.introspect import host
 from ttprun.introspect.costs import PARTS, Costs
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Board, Field, Phase
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Options
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class Member(RankContext):
     applied       completed optimizer steps (the newest boundary of this rank)
     mode          how the script runs: live, or a replay
     made          its process groups
-    unprotected   why this rank cannot be repaired or help to repair, "" if it can
+    unprotected   why this rank cannot be repaired or help to repair, none if it can
     trains_alone  it takes its steps without a process group, in a world of several ranks
     framework     set if the script's framework recovers by callbacks of its own (--mindio)
     updates       when this run of the script last stepped an optimizer
@@ -233,7 +234,7 @@ class Member(RankContext):
     parts: Parts = field(default_factory=Parts)
     generation: int = 0
     applied: int = 0
-    unprotected: str = ""
+    unprotected: Reason = Reason()
     is_applying: bool = False  # Optimizer.step is running
     has_collective_steps: bool = False  # it communicates there: a boundary lies before the step, not after it
     trains_alone: bool = False
@@ -365,7 +366,7 @@ class Member(RankContext):
             self.has_collective_steps = True
             self.channel.send(from_rank.CollectiveStep())
 
-    def give_up_protection(self, reason: str) -> None:
+    def give_up_protection(self, reason: Reason) -> None:
         """Report, once, that a fault of this rank cannot be repaired from now on; training continues.
 
         Raises RecursionError if the stack is too deep for that: whoever catches it further up reports again.
@@ -375,11 +376,11 @@ class Member(RankContext):
             try:
                 self.channel.send(from_rank.RankUnprotected(reason))
             except RecursionError:
-                self.unprotected = ""
+                self.unprotected = Reason()
                 raise
             self.note_unprotected(reason)
 
-    def note_unprotected(self, reason: str) -> None:
+    def note_unprotected(self, reason: Reason) -> None:
         """Neither this rank nor another one is repaired from now on, for the first reason that is known."""
         self.unprotected = self.unprotected or reason
         self.stop_comparing()

@@ -21,6 +21,7 @@ from ttprun.groups.journal import EndedError, Journal
 from ttprun.groups.operations import tensors_in
 from ttprun.groups.transports import TRANSPORTS, GroupMember, Link
 from ttprun.introspect import moments
+from ttprun.protocol.reason import Reason
 
 ABORT_LIMIT_S = 20.0  # half a second was seen on a GPU
 CLOSE_LIMIT_S = 10.0
@@ -198,7 +199,7 @@ class Links:
             return
         why_not = next((link.why_not for link in self.all if link.why_not), "")
         if why_not:
-            self._session.give_up_protection(why_not)
+            self._session.give_up_protection(Reason("device", why_not))
 
     def gives_work(self, args: tuple[Any, ...]) -> bool:
         """Whether torch's own group would return a work for a collective with these arguments, and not None."""

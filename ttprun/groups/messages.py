@@ -23,6 +23,7 @@ from ttprun.introspect import moments
 from ttprun.introspect.frames import calls_key
 from ttprun.introspect.tensor_bytes import sampled
 from ttprun.protocol.board import OPERATION_NAMES
+from ttprun.protocol.reason import Reason
 
 _NUMBERS = {op: OPERATION_NAMES.index(op) for op in ("send", "recv")}
 _MISSED_BY_NONE = 0  # as `Member.meet` counts ranks: a message is between two of them
@@ -123,7 +124,7 @@ def _pass_on(session: Member, group: Group, op: str, args: tuple[Any, ...], tens
         what = f"{op} of tensors on {tensor.device.type}"
         if tensor.is_cpu:
             what = "recv without src (which rank sends is not known before: name it)"
-        session.give_up_protection(f"the script uses {what}, which is not repaired")
+        session.give_up_protection(Reason("messages-not-repaired", f"the script uses {what}, which is not repaired"))
     if not session.mode.is_live:
         raise RuntimeError(f"{op} cannot be replayed")
     return group.links.issue_plainly(op, args)

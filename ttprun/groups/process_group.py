@@ -50,6 +50,7 @@ from ttprun.introspect.costs import COLLECTIVES
 from ttprun.introspect.frames import location_key
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Phase
+from ttprun.protocol.reason import Reason
 
 signal_handlers.Now.is_in_engine = lambda: torch._C._current_graph_task_id() != -1
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
@@ -194,8 +195,11 @@ class ManagedGroup(SeenByTorch):
         if not self.can_batch(device):
             raise RuntimeError(f"backend {self.backend_name!r} does not start operations of {device.type} together")
         self.session.give_up_protection(
-            f"the script starts operations on {device.type} together (batch_isend_irecv, or a coalescing manager), "
-            "which is not repaired"
+            Reason(
+                "messages-not-repaired",
+                f"the script starts operations on {device.type} together (batch_isend_irecv, or a coalescing manager), "
+                "which is not repaired",
+            )
         )
         self._batch_on = self.links.of(device.type)
         self._batch_on.begin_batch(device)
@@ -220,7 +224,9 @@ class ManagedGroup(SeenByTorch):
         if outputs and not (outputs[0].is_cpu or self._is_repaired(outputs[0].device.type)):
             return self._issue_unprotected(op, args, outputs[0].device)
         if outputs and not outputs[0].is_cpu and accelerator.is_capturing():
-            session.give_up_protection(f"the script captures {op} in a graph of the device, which cannot be repeated")
+            session.give_up_protection(
+                Reason("device-graph", f"the script captures {op} in a graph of the device, which cannot be repeated")
+            )
         given = () if inputs_at is None else args[inputs_at]
         entry = Entry(self, op, args, outputs)
         is_apart = not self._own.is_of_main and self._own.look(entry)
@@ -260,7 +266,12 @@ class ManagedGroup(SeenByTorch):
             if tensor.layout is not torch.strided:
                 unusual.append(tensor)
         if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
-            session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
+            session.give_up_protection(
+                Reason(
+                    "messages-not-repaired",
+                    f"the script's {op} takes sparse tensors: only all_reduce of these is repaired",
+                )
+            )
         if inputs and not (unusual or is_apart):
             name = f"{self._name} {with_options(op, args)}"
             is_weights = entry.is_passing and op not in REDUCING
@@ -317,7 +328,9 @@ class ManagedGroup(SeenByTorch):
         if self.buckets.hold(entry):
             return True
         if not self.session.parts[Journal].save(entry, inputs):
-            self.session.give_up_protection("the journal of one step has reached journal_limit_mib")
+            self.session.give_up_protection(
+                Reason("journal-full", "the journal of one step has reached journal_limit_mib")
+            )
             return False
         self.buckets.compare(entry)
         return True
@@ -335,7 +348,10 @@ class ManagedGroup(SeenByTorch):
     def _issue_unprotected(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
         """Leave tensors on a device to gloo alone: its works and futures know the device's streams, ours do not."""
         self.session.give_up_protection(
-            f"collectives of tensors on {device.type} are not repaired with the backend {self.backend_name!r}"
+            Reason(
+                "backend",
+                f"collectives of tensors on {device.type} are not repaired with the backend {self.backend_name!r}",
+            )
         )
         if (connection := self.links.by_gloo) is not None:
             connection.serve(device.type)

@@ -16,6 +16,7 @@ from ttprun.groups.operations import tensors_in, with_tensors_replaced
 from ttprun.groups.work import Delivered
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.protocol.reason import Reason
 
 
 @torch.no_grad()  # on the recovery thread, as the script does in its own: outputs may be parameters
@@ -35,7 +36,9 @@ def issue_again(session: Member, entry: Entry) -> Any:
     if session[Journal].is_settled(entry):
         return call_or_take(session, entry, entry.args)
     if entry.is_settled:
-        raise NotRepairableError(f"the input of {entry.signature} is dropped, as all ranks had completed it")
+        raise NotRepairableError(
+            Reason("input-lost", f"the input of {entry.signature} is dropped, as all ranks had completed it")
+        )
     source = session[Journal].source_of(entry)
     if not entry.is_done:
         if source is None:

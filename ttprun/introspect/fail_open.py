@@ -192,9 +192,7 @@ def give_up(where: str, error: BaseException) -> None:
     if session is None:
         return
     reason = f"ttprun failed in {where}: {error!r}{_place_of(error)}; training continues as under torchrun"
-    if threading.current_thread() is threading.main_thread():
-        session.mode.refuse(reason)
-    session.give_up_protection(reason)
+    session.note_failure(reason, threading.current_thread() is threading.main_thread())
 
 
 def is_meant(error: BaseException) -> bool:

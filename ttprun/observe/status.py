@@ -74,6 +74,7 @@ class IncidentStatus:
                 and what could not be compared, or need not be equal and was not
     had_standby  a standby was ready for each lost rank; null if none was needed
     reason_kind  the kind of that reason, for `ttprun explain`; "" if it has none
+    why         the reason alone, as it was first given
     """
 
     id: int
@@ -95,6 +96,7 @@ class IncidentStatus:
     equal: tuple[str, ...] = ()
     not_proved: tuple[str, ...] = ()
     reason_kind: str = ""
+    why: str = ""
     had_standby: bool | None = None
 
 
@@ -186,6 +188,7 @@ class RunStatus:
     spares         addresses of launchers that wait for slots, the one that has waited longest first
     quarantine     addresses whose nodes were lost, and which must wait before they may train again
     reason_kind    the kind of `reason`, or else of what `protection` says, for `ttprun explain`; "" if it has none
+    protection_kind   of what `protection` says alone
     version        of this form; it stays 1 as long as fields are only added
     """
 
@@ -221,6 +224,7 @@ class RunStatus:
     spares: tuple[str, ...] = ()
     quarantine: tuple[str, ...] = ()
     reason_kind: str = ""
+    protection_kind: str = ""
     version: int = 1
 
     @property

@@ -17,6 +17,7 @@ from msgspec import field
 from ttprun.protocol.codec import Message
 from ttprun.protocol.inheritance import GroupMembership
 from ttprun.protocol.rank_events import LivingRankLost, MismatchFound, OfRank, RepairEvent, because
+from ttprun.protocol.reason import Reason
 
 # The beginning, and the end.
 
@@ -41,16 +42,16 @@ class RankUnprotected(OfRank, frozen=True):
     reason   why
     """
 
-    reason: str
+    reason: Reason
 
 
 class RankHindered(OfRank, frozen=True):
     """Whether a replay would reach the newest boundary.
 
-    reason   why it would not; "": it would (again)
+    reason   why it would not; none: it would (again)
     """
 
-    reason: str
+    reason: Reason
     boundary: int = 0
 
 
@@ -129,7 +130,7 @@ class NotProved(Message, frozen=True):
     names   e.g. "cache (sqlite3.Connection): it is in a file"
     """
 
-    names: tuple[str, ...]
+    names: tuple[Reason, ...]
 
 
 class NotRecorded(Message, frozen=True):
@@ -138,7 +139,7 @@ class NotRecorded(Message, frozen=True):
     sentences   e.g. "main: lines cannot be recorded: it is ...; run over it by a `for` loop of your own"
     """
 
-    sentences: tuple[str, ...]
+    sentences: tuple[Reason, ...]
 
 
 class ScriptError(Message, frozen=True):
@@ -184,7 +185,7 @@ class RankFaulted(LivingRankLost, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """The fault for an operator."""
         what = f"a device fault ({self.device_fault})" if self.device_fault else "an error"
-        return f"rank {self.rank} met {what} at boundary {self.boundary}{because(self.reason)}"
+        return f"rank {self.rank} met {what} in step {self.boundary}{because(self.reason)}"
 
 
 # Between ranks.

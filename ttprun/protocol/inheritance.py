@@ -11,6 +11,7 @@ from enum import Enum
 from msgspec import field
 
 from ttprun.protocol.codec import Message
+from ttprun.protocol.reason import Reason
 
 
 class GroupMembership(Enum):
@@ -27,8 +28,9 @@ class Left(Message, frozen=True):
     pid         of its newest process, which may have ended; 0: its agent is lost, too
     boundary    of one that is lost: the newest that it has recorded
     code        of one that is lost: the exit code of its process, or minus the signal that ended it
+    crashed_at  as in `RankExited`
     membership  what it has reported of its groups last
-    unprotected, hindrance   why it cannot be replaced, or not now; "" if it can
+    unprotected, hindrance   why it cannot be replaced, or not now; none if it can
     """
 
     rank: int
@@ -40,16 +42,17 @@ class Left(Message, frozen=True):
     boundary: int = 0
     code: int = 0
     reason: str = ""
+    crashed_at: str = ""
     membership: GroupMembership = GroupMembership.UNKNOWN
-    unprotected: str = ""
-    hindrance: str = ""
+    unprotected: Reason = Reason()
+    hindrance: Reason = Reason()
 
 
 class Known(Message, frozen=True):
     """What the leader knows of the whole job, for the one that may have to lead next.
 
     incidents       so far
-    unprotected     why no rank can be replaced any more; "" if they can
+    unprotected     why no rank can be replaced any more; none if they can
     compared_at     boundary at which the ranks were last compared in full; None: they were not
     differing, shards, names, mirrored, has_collective_steps   as in `Replicas`
     why_no_checkpoints      in this job; "" if they can be written
@@ -58,7 +61,7 @@ class Known(Message, frozen=True):
 
     incidents: int = 0
     restarts: int = 0
-    unprotected: str = ""
+    unprotected: Reason = Reason()
     compared_at: int | None = None
     differing: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shards: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -179,3 +179,4 @@ class Concluded(Message, frozen=True):
     has_progress: bool
     exit_code: int
     ended_by: int = 0
+    reason_kind: str = ""

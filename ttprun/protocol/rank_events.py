@@ -12,12 +12,13 @@ ranks any order will do.
 from __future__ import annotations
 
 import re
+import signal
 from typing import Any, ClassVar
 
 from ttprun.protocol.codec import Message
+from ttprun.protocol.reason import Reason
 
 _OF_WORKER = re.compile(r"DataLoader worker \(pid.*\) (?:is killed by signal: Killed|exited unexpectedly)")
-_CRASH_IN_LINE = re.compile(r"SIG\w+, crashed in native code.* in .+:\d+ in ")  # life_signs.py, and the script's line
 
 
 class Event(Message, frozen=True, kw_only=True):
@@ -86,6 +87,7 @@ class RankExited(RankEvent, frozen=True, kw_only=True):
     device_fault       what has happened to its device, "" if nothing is known of that
     reason             root cause if the agent knows it, else ""
     traceback          of the script's error, as in `Failure`; only between nodes
+    crashed_at         the script's line in which native code has crashed; "": no crash, or the line is not known
     """
 
     pid: int
@@ -97,6 +99,7 @@ class RankExited(RankEvent, frozen=True, kw_only=True):
     device_fault: str = ""
     reason: str = ""
     traceback: str = ""
+    crashed_at: str = ""
 
     @classmethod
     def ended(cls, exit_code: int, **fields: Any) -> RankExited:
@@ -131,11 +134,6 @@ class RankExited(RankEvent, frozen=True, kw_only=True):
         return "exit" if self.code is None else f"exit {self.code}"
 
     @property
-    def crashed_at(self) -> str:
-        """What has crashed in native code, and the script's line; "": no crash, or the line is not known."""
-        return self.reason if self.signal is not None and _CRASH_IN_LINE.match(self.reason) else ""
-
-    @property
     def sentence(self) -> str:
         """The fault for an operator."""
         if self.device_fault:
@@ -145,10 +143,10 @@ class RankExited(RankEvent, frozen=True, kw_only=True):
         elif self.is_script_error:
             how = "ended with an uncaught exception"
         elif self.signal is not None:
-            how = f"was ended by signal {self.signal}"
+            how = end_by(self.signal, is_named=bool(self.reason))
         else:
             how = "ended" if self.code is None else f"exited with code {self.code}"
-        return f"rank {self.rank} {how} at boundary {self.boundary}{because(self.reason)}"
+        return f"rank {self.rank} {how} in step {self.boundary}{because(self.reason)}"
 
 
 class LivingRankLost(RankEvent, frozen=True, kw_only=True):
@@ -178,7 +176,7 @@ class MismatchFound(RepairEvent, frozen=True):
                        back, or it has found what the next one does otherwise
     """
 
-    reason: str
+    reason: Reason
     detail: str = ""
     is_contradiction: bool = True
     is_near: bool = False
@@ -186,11 +184,12 @@ class MismatchFound(RepairEvent, frozen=True):
     kind: ClassVar[str] = "mismatch"
 
     @property
-    def sentence(self) -> str:
+    def why(self) -> Reason:
         """For the operator."""
         if self.is_near:
-            return f"rank {self.rank} is replaced once more: {self.reason}"
-        return f"rank {self.rank} is {'refused' if self.is_contradiction else 'not proved'} ({self.reason})"
+            return self.reason.within(f"rank {self.rank} is replaced once more: {self.reason}")
+        what = "refused" if self.is_contradiction else "not proved"
+        return self.reason.within(f"rank {self.rank} is {what} ({self.reason})")
 
 
 class StopAsked(Event, frozen=True, kw_only=True):
@@ -202,6 +201,14 @@ class StopAsked(Event, frozen=True, kw_only=True):
 
     reason: str
     signal: int = 0
+
+
+def end_by(number: int, is_named: bool) -> str:
+    """How a signal has ended a process: "was killed (SIGKILL)"; is_named: the reason that follows begins with it."""
+    if number == signal.SIGKILL:
+        return "was killed (SIGKILL)"
+    known = {each.value: each.name for each in signal.Signals}
+    return "was ended" if is_named and number in known else f"was ended by {known.get(number, f'signal {number}')}"
 
 
 def because(reason: str) -> str:

@@ -1,44 +1,66 @@
-"""One reason why a rank is not replaced, or not proved to be as it was. The table: reasons.py."""
+"""One reason: a sentence, and its kind, under which `ttprun explain` explains it. The kinds: reasons.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
-NOT_PROTECTED, NOT_PROVED, REFUSED = "not protected", "not proved", "refused"
-# The three words -> what ttprun does then.
-WORDS = {
-    NOT_PROTECTED: "A lost rank is not replaced as long as this holds, and the job goes on. If a rank is lost, all "
-    "ranks go back to a snapshot or a saved state, or start again (--max-restarts), or the job ends: the message "
-    "says which.",
-    NOT_PROVED: "Training goes on, also after a recovery. What is named may differ between a replacement and the lost "
-    "rank. It stands in `ttprun status` and with each incident. --proof strict refuses differences instead.",
-    REFUSED: "This replacement is ended before it has given anything to the other ranks. A weaker recovery follows: "
-    "another replacement, a snapshot, a saved state, or a restart of all ranks; `ttprun status` says which.",
-}
-# Headings of the guide, and a cure, of several reasons.
-LIMITS = "limits#Not covered: a fault restarts the whole group"
-SNAPSHOTS = "limits#Covered by a snapshot only"
-LADDER = "how-it-works#The ladder"
-BUG = "report it, with `events.jsonl` of the run directory: it is a bug of ttprun"
+from ttprun.protocol.reasons import KINDS
 
 
-@dataclass(frozen=True)
-class Reason:
-    """One reason.
+class Reason(Struct, frozen=True):
+    """Why something is not done, or not proved; `Reason()`, which is false: there is no reason against it.
 
-    kind    its stable name, for programs and for `ttprun explain`
-    word    NOT_PROTECTED, NOT_PROVED or REFUSED
-    found   words of its messages, a regular expression
-    means   a sentence
-    cure    what to do about it, in one line
-    where   the guide's topic and heading that explain it: "limits#Covered"
-    then    what ttprun does then, if that is not what WORDS says of `word`
+    kind   of the table in reasons.py; "": it has no row
+    text   a sentence, or what continues one
+    first  the sentence as it was first given, if `text` says more; "": it says no more
     """
 
-    kind: str
-    word: str
-    found: str
-    means: str
-    cure: str
-    where: str
-    then: str = ""
+    kind: str = ""
+    text: str = ""
+    first: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return repr(self.text)
+
+    @classmethod
+    def of(cls, error: BaseException, kind: str) -> Reason:
+        """The reason that an exception was made with; of an exception without one: its text, and this kind."""
+        given = error.args[0] if error.args else None
+        return given if isinstance(given, Reason) else cls(kind, str(error))
+
+    def within(self, text: str) -> Reason:
+        """The same reason in a longer sentence."""
+        return Reason(self.kind, text, self.first or self.text)
+
+    @property
+    def cure(self) -> str:
+        """What helps against it; "" if nothing is known to."""
+        return KINDS[self.kind].cure if self.kind else ""
+
+    @property
+    def pointer(self) -> str:
+        """What a line that ends with this reason goes on with: where it is explained; "" if nowhere."""
+        return pointer(self.kind)
+
+    def with_cure(self) -> Reason:
+        """With what helps, for one line."""
+        return self.within(f"{self.text}; what helps: {self.cure}") if self.cure else self
+
+
+_EXPLAIN = " (ttprun explain "
+
+
+def kind_in(message: str) -> str:
+    """The kind that a printed line names; "" if it names none."""
+    return message.partition(_EXPLAIN.strip())[2].partition(")")[0].strip()
+
+
+def pointer(kind: str) -> str:
+    """What a line goes on with that ends with a reason of this kind; "" if it has none."""
+    return f"{_EXPLAIN}{kind})" if kind else ""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ttprun.protocol.reason import Reason
+
 
 class Training(host.Training):
     """What the libraries ask and report of the training; of a rank without hooks. With them: step/training.py."""
@@ -23,7 +25,7 @@ class Training(host.Training):
     def report(self, equal: list[str], not_proved: list[str]) -> None:
         """See capture/host.py."""
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: Reason) -> None:
         """See capture/host.py."""
 
     def weights(self) -> Sequence[torch.Tensor]:
@@ -75,7 +77,7 @@ class Mode(host.Life):
     def after_step(self) -> None:
         """The optimizer has stepped: at its boundary a replay ends, and the rank goes live."""
 
-    def refuse(self, reason: str, is_contradiction: bool = True) -> None:
+    def refuse(self, reason: Reason, is_contradiction: bool = True) -> None:
         """Report that a replay has failed: then this does not return. `is_contradiction`: see `MismatchFound`."""
 
     def end_by_error(self, what: str) -> None:

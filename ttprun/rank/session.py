@@ -13,6 +13,7 @@ from ttprun.groups.host import Member
 from ttprun.introspect import host
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
+from ttprun.protocol.reason import Reason
 from ttprun.rank.context import LIVE, Comparing, Mode, Training
 
 _MOST_HINDRANCES = 20
@@ -23,7 +24,7 @@ class Session(Member):
     """A rank's state as seen by its hooks.
 
     training      what its groups, its records and its tensors ask and report of the training
-    hindrance     why no replay would reach the newest boundary, "" if one would
+    hindrance     why no replay would reach the newest boundary, none if one would
     is_over       this run of the script has ended with an exception
     proof         set while a replacement is in the step in which its rank was lost
     recorded      by local rank, the newest boundary whose record is complete
@@ -31,7 +32,7 @@ class Session(Member):
     """
 
     has_stepped: bool = False  # in this process
-    hindrance: str = ""
+    hindrance: Reason = Reason()
     settle_at: int = 0  # boundary up to which a held rank may still step
     is_over: bool = False
     is_over_budget: bool = False  # it was said that protection takes more than its budget
@@ -46,8 +47,8 @@ class Session(Member):
         first = self.rank - self.local_rank if self.ranks_here else 0
         self.rows_here = range(first, first + (self.ranks_here or self.board.n_ranks))
         self.recorded = self.board.column(Field.RECORDED)[first : self.rows_here.stop]
-        self._reported_not_proved: list[str] = []
-        self._reported_unrecorded: list[str] = []
+        self._reported_not_proved: list[Reason] = []
+        self._reported_unrecorded: list[Reason] = []
 
     def is_recorded(self) -> bool:
         """Whether records are useful: other ranks can be repaired from them, or this one can resume from a snapshot."""
@@ -85,29 +86,39 @@ class Session(Member):
         """This run of the script has ended with an exception."""
         self.is_over = True
 
-    def report_not_proved(self, names: list[str]) -> None:
+    def report_not_proved(self, names: list[Reason]) -> None:
         """Report what may change and is in no record: after the first step, and when the list changes."""
         if names is not self._reported_not_proved and names != self._reported_not_proved:
             self.channel.send(from_rank.NotProved(tuple(names)))
         self._reported_not_proved = names
 
-    def report_unrecorded(self, sentences: list[str]) -> None:
+    def report_unrecorded(self, sentences: list[Reason]) -> None:
         """Report what the rehearsal has found that cannot be restored, if that has changed."""
         if sentences != self._reported_unrecorded:
             self._reported_unrecorded = sentences
             self.channel.send(from_rank.NotRecorded(tuple(sentences)))
 
-    def note_hindrance(self, boundary: int, reason: str) -> None:
-        """Report why no replay would reach this boundary ("": one would), if that has changed.
+    def note_hindrance(self, boundary: int, reason: Reason) -> None:
+        """Report why no replay would reach this boundary (none: one would), if that has changed.
 
         After _MOST_HINDRANCES changes nothing is reported any more: a replay must find out.
         """
         if reason != self.hindrance and self._hindrances_reported < _MOST_HINDRANCES:
             self._hindrances_reported += 1
             if self._hindrances_reported == _MOST_HINDRANCES:
-                reason = ""
+                reason = Reason()
             self.hindrance = reason
             self.channel.send(from_rank.RankHindered(reason, boundary))
+
+    def note_failure(self, what: str, is_script: bool) -> None:
+        """An error of ours: protection ends.
+
+        is_script   the script was interrupted by it: if this is a replay, this raises what ends it
+        """
+        reason = Reason("ttprun-error", what)
+        if is_script:
+            self.mode.refuse(reason)
+        self.give_up_protection(reason)
 
     def stop_comparing(self) -> None:
         """Nothing more of the step can be compared with what the lost rank has left of it."""

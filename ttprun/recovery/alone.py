@@ -133,8 +133,9 @@ def give_up_repairs(before: Job, after: Job, actions: tuple[Action, ...], cause:
     for rank, own in after.alone.items():
         if own.incident is None or rank == cause:
             continue
-        reason = f"the repair was abandoned, since the job is {after.phase}; the cause: {own.incident.reason}"
-        incident = replace(own.incident, outcome="failed", rung="fail", reason=reason, generation=after.generation)
+        why = own.incident.reason
+        why = why.within(f"the repair was abandoned, since the job is {after.phase}; the cause: {why}")
+        incident = replace(own.incident, outcome="failed", rung="fail", reason=why, generation=after.generation)
         closed.append(RecordIncident(replace(incident, total_s=after.phase_since_s - incident.opened_at_s)))
     return replace(after, alone={}), (*closed, *actions)
 

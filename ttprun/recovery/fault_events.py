@@ -23,7 +23,7 @@ class RankHung(LivingRankLost, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """The fault for an operator."""
-        return f"rank {self.rank} hung at boundary {self.boundary}{because(self.reason)}"
+        return f"rank {self.rank} hung in step {self.boundary}{because(self.reason)}"
 
 
 class RankDiverged(LivingRankLost, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class NodeLost(Event, frozen=True, kw_only=True):
         """The fault for an operator."""
         ranks = ", ".join(map(str, self.ranks))
         who = f"rank{'s' if len(self.ranks) != 1 else ''} {ranks}"
-        return f"{self.name} was lost with {who} at boundary {self.boundary}{because(self.reason)}"
+        return f"{self.name} was lost with {who} in step {self.boundary}{because(self.reason)}"
 
 
 class ConnectionBroken(Event, frozen=True, kw_only=True):
@@ -103,4 +103,4 @@ class ConnectionBroken(Event, frozen=True, kw_only=True):
         """The fault for an operator."""
         if self.is_silent:
             return self.reason
-        return f"the connections broke at boundary {self.boundary} ({self.reason})"
+        return f"the connections broke in step {self.boundary} ({self.reason})"

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankHung
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import (
@@ -48,9 +49,9 @@ def on_unfit(job: Job, event: RankHung | RankDiverged) -> Result:
         if not event.is_overdue:
             return unchanged(job, event)
         fault = f"rank {event.rank} hangs again in step {event.boundary} ({event.reason})"
-        job = replace(note_fault(job, event), cause=fault).with_incident(reason=fault)
+        job = replace(note_fault(job, event), cause=fault).with_incident(reason=Reason(text=fault))
         kill = KillRank(event.rank, event.sentence)
-        job, actions = fail_job(job, event.at_s, "", has_progress=False, rung="fail")
+        job, actions = fail_job(job, event.at_s, Reason(), has_progress=False, rung="fail")
         return job, (kill, *actions)
     is_opening = job.incident is None
     job, actions = lose(job, (event,))
@@ -82,8 +83,12 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
     is_anyone_unstarted = any(job.members[rank].pid is None for rank in job.survivors)
     is_anyone_left = bool({*job.survivors} - {*guilty}) or job.rewind_to is not None
     if is_anyone_unstarted or not is_anyone_left:
-        why = f"{job.phase} took more than {took_s:.0f} s: waited for {missing_from(job)}"
-        return restart_group(job, event.at_s, why, is_refusal=False)
+        return restart_group(
+            job,
+            event.at_s,
+            Reason("recovery-failed", f"{job.phase} took more than {took_s:.0f} s: waited for {missing_from(job)}"),
+            is_refusal=False,
+        )
     hung = (
         RankHung(
             at_s=event.at_s,
@@ -182,11 +187,17 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     if why_hopeless:
         return fail_job(job, event.at_s, why_hopeless, has_progress=False, rung="fail")
     if not may_reconnect:
-        return restart_group(job, event.at_s, "connecting again is switched off (rungs)")
+        return restart_group(job, event.at_s, Reason("switched-off", "connecting again is switched off (rungs)"))
     if times > job.settings.max_reconnects:
-        where = f"at boundary {event.boundary}"
-        why = f"the connections broke {times} times {where}, so building them again does not help"
-        return restart_group(job, event.at_s, why)
+        how_often = {2: "once", 3: "twice"}.get(times, f"{times - 1} times")
+        return restart_group(
+            job,
+            event.at_s,
+            Reason(
+                "same-fault-again",
+                f"the connections broke {times} times in step {event.boundary}: reconnecting {how_often} did not help",
+            ),
+        )
     return begin_attempt(job, event.at_s)
 
 
@@ -217,7 +228,7 @@ def on_connection_broken_again(job: Job, event: ConnectionBroken) -> Result:
     """
     if event.rank is not None and job.incident is not None and not job.finished and "replace" in job.settings.rungs:
         return lose_to_device(job, event, job.members[event.rank])
-    return try_again(job, event.at_s, event.sentence, "connect anew")
+    return try_again(job, event.at_s, Reason(text=event.sentence), "connect anew")
 
 
 def on_mismatch(job: Job, event: MismatchFound) -> Result:
@@ -228,15 +239,16 @@ def on_mismatch(job: Job, event: MismatchFound) -> Result:
     """
     member = job.members[event.rank]
     if event.is_near and member.life is Life.LOST and "replace" in job.settings.rungs:
-        return try_again(job, event.at_s, event.sentence, "repair it", is_free=True)
+        return try_again(job, event.at_s, event.why, "repair it", is_free=True)
     if member.life is Life.LOST and not member.is_rerun:
-        return give_up_replacing(job, event.at_s, event.sentence, is_replayable=not event.is_contradiction)
+        return give_up_replacing(job, event.at_s, event.why, is_replayable=not event.is_contradiction)
     if not (member.is_rerun and member.has_orders and "replace" in job.settings.rungs):
         return give_up_on_mismatch(job, event)
-    return try_again(job, event.at_s, f"{event.sentence} when it ran the script again", "repair it")
+    again = event.why.within(f"{event.why} when it ran the script again")
+    return try_again(job, event.at_s, again, "repair it")
 
 
-def try_again(job: Job, at_s: float, fault: str, what_for: str, is_free: bool = False) -> Result:
+def try_again(job: Job, at_s: float, fault: Reason, what_for: str, is_free: bool = False) -> Result:
     """Another attempt, if one is left, though no process has been lost.
 
     fault      completes "..., then"
@@ -245,13 +257,21 @@ def try_again(job: Job, at_s: float, fault: str, what_for: str, is_free: bool = 
     """
     attempt = 0 if is_free else 1
     if job.incident is None:  # all were frozen only for a checkpoint
-        job = open_incident(job, at_s, "connection", fault, detect_s=0.0)
+        job = open_incident(job, at_s, "connection", str(fault), detect_s=0.0)
     else:
         attempt += job.incident.attempt
-        job = add_fault(job, fault)
+        job = add_fault(job, str(fault))
     if job.finished:
-        return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
+        return drain(
+            job,
+            at_s,
+            Reason(
+                "ranks-have-finished", f"{name_ranks(job.finished)} finished before, so the group cannot be built again"
+            ),
+        )
     if attempt > job.settings.max_attempts:
-        why = f"{job.settings.max_attempts} attempts to {what_for} failed, the last one in {job.phase}"
-        return restart_group(job, at_s, why, is_refusal=False)
+        said = f"{job.settings.max_attempts} attempts to {what_for} failed, the last one in {job.phase}"
+        return restart_group(
+            job, at_s, fault.within(said) if fault.kind else Reason("recovery-failed", said), is_refusal=False
+        )
     return begin_attempt(job.with_incident(attempt=attempt), at_s)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ttprun.protocol.reason import Reason
+
 Rung = Literal["reconnect", "rerun", "replace", "rewind", "resize", "restart", "fail"]
 Outcome = Literal["open", "recovered", "restarted", "failed"]
 
@@ -46,7 +48,7 @@ class Incident:
     ranks: tuple[int, ...]
     rung: Rung
     outcome: Outcome
-    reason: str
+    reason: Reason
     phase: str
     generation: int
     opened_at_s: float

@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.rank_events import Event
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.leader_events import Saved, UpgradeAsked
@@ -112,6 +113,30 @@ class Opening:
     kind: str
 
 
+class FaultsTold(NamedTuple):
+    """Faults of an incident in words: those between the first and the newest are in the event log.
+
+    times   that the newest (if there is none, the first) has come in a row
+    """
+
+    first: str
+    newest: str = ""
+    times: int = 1
+
+    def __str__(self) -> str:
+        said = f"{self.first}, then {self.newest}" if self.newest else self.first
+        return f"{said} ({self.times} times)" if self.times > 1 else said
+
+    def and_then(self, fault: str) -> FaultsTold:
+        """With one more."""
+        if fault == (self.newest or self.first):
+            return self._replace(times=self.times + 1)
+        return FaultsTold(self.first, fault)
+
+
+NOTHING_TOLD = FaultsTold("")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """Why the job ends, or the group is restarted, once its state has been written.
@@ -127,7 +152,7 @@ class Ending:
     why             if it resumes: the reason, without why a restart is impossible
     """
 
-    reason: str
+    reason: Reason
     has_progress: bool = True
     is_fault: bool = True
     rung: str = ""
@@ -135,7 +160,7 @@ class Ending:
     goes_on: bool = False
     is_replayable: bool = True
     is_resize: bool = False
-    why: str = ""
+    why: Reason = Reason()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +173,9 @@ class Job:
     phase_since_s        when the phase, or the current attempt in it, began
     incident             the open one, or None
     cause                its faults, a sentence
+    told, since          what the cause, and the incident's reason, have been put together of
     incident_count       incidents so far, with the open one
-    unprotected_reason   why no rank can be replaced any more; "" if they can
+    unprotected_reason   why no rank can be replaced any more; none if they can
     replicas             which ranks hold the same, as far as they have been compared
     faults               that opened incidents at the newest boundary, to recognize one that comes back
     openings             of incidents within WINDOW_S
@@ -177,8 +203,10 @@ class Job:
     phase_since_s: float = 0.0
     incident: Incident | None = None
     cause: str = ""
+    told: FaultsTold = NOTHING_TOLD
+    since: FaultsTold = NOTHING_TOLD
     incident_count: int = 0
-    unprotected_reason: str = ""
+    unprotected_reason: Reason = Reason()
     replicas: Replicas = UNKNOWN
     faults: tuple[FaultIdentity, ...] = ()
     openings: tuple[Opening, ...] = ()
@@ -239,10 +267,10 @@ class Job:
         return tuple(member.rank for member in self.members if member.life is life)
 
     @property
-    def hindrance(self) -> str:
-        """Why no replay can reach the current boundary, by the lowest rank that reports a reason; "" if one can."""
+    def hindrance(self) -> Reason:
+        """Why no replay can reach the current boundary, by the lowest rank that reports it; none if one can."""
         if not self.count(MemberFlag.IS_HINDERED):
-            return ""
+            return Reason()
         return next(member.hindrance for member in self.members if member.hindrance)
 
     @property

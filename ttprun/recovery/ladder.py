@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ttprun.protocol.process_orders import Action, KillRank, SpawnRank
 from ttprun.protocol.rank_events import MismatchFound
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.leader_events import Saved
@@ -18,6 +19,8 @@ from ttprun.recovery.leader_orders import FailJob, FinishJob, NoteUnusable, Pers
 from ttprun.recovery.members import Member, MemberFlag
 from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of
 from ttprun.recovery.ways_back import begin_rewind, go_back, may_rewind, steps_reached, what_sends_back, why_no_rewind
+
+_RESTARTS = "use --max-restarts N to start again from the top"
 
 
 def begin_attempt(job: Job, at_s: float) -> Result:
@@ -52,20 +55,23 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     return enter(job, JobPhase.FREEZING, at_s, actions, rung=rung, **UNDONE)
 
 
-def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> str:
+def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> Reason:
     """Why some of these ranks could not be repaired from others, or from their own mirrors; "" if all can.
 
     among   ranks that could be sources
     """
     if job.settings.are_replicas_declared:
-        return ""
+        return Reason()
     alone = tuple(rank for rank in ranks if rank not in job.replicas.mirrored)
     if alone and job.replicas.has_collective_steps:
-        return f"the optimizer communicates inside step(), and the state of {name_ranks(alone)} is not mirrored"
+        return Reason(
+            "state-of-one-rank",
+            f"the optimizer communicates inside step(), and the state of {name_ranks(alone)} is not mirrored",
+        )
     return job.replicas.why_no_sources(alone, among)
 
 
-def drain(job: Job, at_s: float, why: str) -> Result:
+def drain(job: Job, at_s: float, why: Reason) -> Result:
     """No repair is possible, but ranks still run: those that do not need the lost ones may finish before the restart.
 
     Ranks that do need them wait in a collective that will never complete, hence the deadline.
@@ -78,13 +84,13 @@ def drain(job: Job, at_s: float, why: str) -> Result:
     reason = reason_of(job, why)
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
-    kills = (KillRank(member.rank, "it is no longer needed: " + why) for member in useless)
+    kills = (KillRank(member.rank, f"it is no longer needed: {why}") for member in useless)
     actions = (*kills, deadline_of(job, JobPhase.DRAINING))
     return enter(job, JobPhase.DRAINING, at_s, actions, rung="restart", reason=reason)
 
 
 def restart_group(
-    job: Job, at_s: float, why: str, is_refusal: bool = True, is_trusted: bool = True, is_replayable: bool = True
+    job: Job, at_s: float, why: Reason, is_refusal: bool = True, is_trusted: bool = True, is_replayable: bool = True
 ) -> Result:
     """All ranks get new processes: rung "rewind" if there is a snapshot, else "restart"; else the job ends.
 
@@ -105,7 +111,7 @@ def restart_group(
     if snapshot is not None and may_rewind(job):
         why_hopeless = why_no_rewind(job) or why_too_many_incidents(job)
         if why_hopeless:
-            return fail_job(job, at_s, f"{why_hopeless}: {why}", has_progress=False, rung="fail")
+            return fail_job(job, at_s, why_hopeless.within(f"{why_hopeless}: {why}"), has_progress=False, rung="fail")
         job = replace(job, rewinds=(*job.rewinds, what_sends_back(job)))
         return go_back(job, at_s, Saved(snapshot, place=""), reason_of(job, why))
     if may_begin_anew(job):
@@ -113,13 +119,16 @@ def restart_group(
     return leave_group(job, at_s, why or why_not_alone(job), is_trusted)
 
 
-def why_not_alone(job: Job) -> str:
+def why_not_alone(job: Job) -> Reason:
     """Why a lost rank that is alone cannot be repaired, if there is no other reason."""
     if job.snapshot is not None:
-        return f"going back to its step {job.snapshot} is switched off (rungs)"
+        return Reason("switched-off", f"going back to its step {job.snapshot} is switched off (rungs)")
     if any(member.has_joined for member in job.replacements):
-        return "nothing of its state is left, and it cannot start anew: the others made a process group with it before"
-    return "nothing of its state is left"
+        return Reason(
+            "no-survivor",
+            "nothing of its state is left, and it cannot start anew: the others made a process group with it before",
+        )
+    return Reason("no-survivor", "nothing of its state is left")
 
 
 def may_begin_anew(job: Job) -> bool:
@@ -137,17 +146,18 @@ def may_begin_anew(job: Job) -> bool:
     return (has_others or steps == 0) and ("rewind" if steps else "replace") in job.settings.rungs
 
 
-def begin_anew(job: Job, at_s: float, why: str) -> Result:
+def begin_anew(job: Job, at_s: float, why: Reason) -> Result:
     """The lost rank runs the script from its top.
 
     why   for the operator; "" if it had not taken a step
     """
     if steps_reached(job):
-        why = f"{why or why_not_alone(job)}; it starts anew"
+        why = why or why_not_alone(job)
+        why = why.within(f"{why}; it starts anew")
     return go_back(job, at_s, Saved(0, place=""), reason_of(job, why))
 
 
-def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
+def leave_way_back(job: Job, at_s: float, why: Reason, is_refusal: bool) -> Result:
     """Resuming from a stored state has failed: use the next older one, or the script's top.
 
     at_s         time of the event, monotonic
@@ -157,38 +167,43 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
     boundary, place = job.rewind_to, job.rewind_place
     job = replace(job, rewind_to=None, rewind_place="")
     if not job.is_resumed:  # why all have gone back is void: only why they could not counts
-        job = job.with_incident(reason=job.cause)
+        job = job.with_incident(reason=Reason(text=job.cause))
     if not boundary:
-        return leave_group(job, at_s, f"starting anew failed: {why}")
+        return leave_group(job, at_s, why.within(f"starting anew failed: {why}"))
     if job.is_growing and place:
         return let_newcomers_leave(job, at_s, Saved(boundary, place), why)
     is_trusted = not job.is_contradicted  # else some have come to their places with other variables
     if not place:
-        job, why = replace(job, snapshot=None), f"going back to the snapshot of step {boundary} failed: {why}"
+        why = why.within(f"going back to the snapshot of step {boundary} failed: {why}")
+        job = replace(job, snapshot=None)
         return begin_anew(job, at_s, why) if may_begin_anew(job) else leave_group(job, at_s, why, is_trusted)
-    note = NoteUnusable(place, why, is_refusal)
+    note = NoteUnusable(place, str(why), is_refusal)
     job = replace(job, saved=tuple(checkpoint for checkpoint in job.saved if checkpoint.place != place))
-    why = f"the run cannot resume from the checkpoint of step {boundary}: {why}"
+    why = why.within(f"the run cannot resume from the checkpoint of step {boundary}: {why}")
     whole = why if job.is_resumed else reason_of(job, why)
     if not is_refusal:
-        why = f"{why}; its state is still saved: {place}"
+        why = why.within(f"{why}; its state is still saved: {place}")
         job, actions = fail_job(job, at_s, why, rung="fail")
     elif job.saved:
         to = job.saved[0]
-        job, actions = go_back(job, at_s, to, f"{whole}; all resume from the one of step {to.boundary}")
+        job, actions = go_back(job, at_s, to, whole.within(f"{whole}; all resume from the one of step {to.boundary}"))
     elif job.is_resumed and job.settings.begins_anew:
         to = Saved(0, place="")
-        job, actions = go_back(job, at_s, to, f"{whole}; no other can be used, so the script starts anew")
+        job, actions = go_back(job, at_s, to, whole.within(f"{whole}; no other can be used, so the script starts anew"))
     elif job.is_resumed:
         job, actions = fail_job(
-            job, at_s, f"{why}; --resume auto takes another, --resume off starts anew", has_progress=False, rung="fail"
+            job,
+            at_s,
+            why.within(f"{why}; --resume auto takes another, --resume off starts anew"),
+            has_progress=False,
+            rung="fail",
         )
     else:
         job, actions = leave_group(job, at_s, why, is_trusted)
     return job, (note, *actions)
 
 
-def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True, goes_on: bool = True) -> Result:
+def leave_group(job: Job, at_s: float, why: Reason, is_trusted: bool = True, goes_on: bool = True) -> Result:
     """Rung "restart": from the state saved now or earlier; otherwise from the top; otherwise the job ends.
 
     at_s         time of the event, monotonic
@@ -205,11 +220,11 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True, goes_o
     why_not = why_no_restart(job)
     is_compared = not (job.is_contradicted and settings.is_elastic)  # other ranks have nothing to be compared with
     goes_on = goes_on and may_go_on_from_saved_state(job) and is_trusted and is_compared
-    why_too_often = why_too_many_incidents(job) if goes_on else ""
+    why_too_often = why_too_many_incidents(job) if goes_on else Reason()
     if why_too_often:
         goes_on, has_progress, why_not = False, False, why_too_often
     ending = Ending(
-        reason=reason_of(job, f"{why}; {why_not}" if why_not else why),
+        reason=reason_of(job, (why if why.kind else why_not).within(f"{why}; {why_not}") if why_not else why),
         has_progress=has_progress,
         rung=ending_rung,
         is_restart=not why_not,
@@ -223,13 +238,15 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True, goes_o
     return begin_persisting(job, at_s) if is_trusted and is_of_use and may_persist(job) else end_job(job, at_s)
 
 
-def why_no_restart(job: Job) -> str:
+def why_no_restart(job: Job) -> Reason:
     """Why the script cannot be started from its top again; "" if it can."""
     if "restart" not in job.settings.rungs:
-        return "restarting the group is switched off (rungs)"
+        return Reason("switched-off", "restarting the group is switched off (rungs)")
     if job.settings.max_restarts is not None and job.restarts >= job.settings.max_restarts:
-        return "no restart is left (--max-restarts)"
-    return ""
+        limit = job.settings.max_restarts
+        said = f"--max-restarts {limit} is used up" if limit else f"--max-restarts is 0; {_RESTARTS}"
+        return Reason("no-restart-left", said)
+    return Reason()
 
 
 def may_go_on_from_saved_state(job: Job) -> bool:
@@ -238,14 +255,17 @@ def may_go_on_from_saved_state(job: Job) -> bool:
     return is_switched_on and not job.finished and not job.hindrance
 
 
-def why_too_many_incidents(job: Job) -> str:
+def why_too_many_incidents(job: Job) -> Reason:
     """Why there were too many incidents of the open one's kind; "" if there were not."""
     limit = job.settings.max_incidents_per_hour
     kind = job.incident.kind if job.incident is not None else ""
     alike = sum(opening.kind == kind for opening in job.openings)
     if limit is not None and alike > limit:
-        return f"there were {alike} incidents of the kind '{kind}' within an hour (max_incidents_per_hour)"
-    return ""
+        return Reason(
+            "same-fault-again",
+            f"there were {alike} incidents of the kind '{kind}' within an hour (max_incidents_per_hour)",
+        )
+    return Reason()
 
 
 def finish_job(job: Job, at_s: float) -> Result:
@@ -254,7 +274,7 @@ def finish_job(job: Job, at_s: float) -> Result:
 
 
 def fail_job(
-    job: Job, at_s: float, why: str, has_progress: bool = True, rung: str = "", is_fault: bool = True
+    job: Job, at_s: float, why: Reason, has_progress: bool = True, rung: str = "", is_fault: bool = True
 ) -> Result:
     """The job ends, after its state has been written if that is possible.
 
@@ -267,9 +287,9 @@ def fail_job(
     return begin_persisting(job, at_s) if may_persist(job) else end_job(job, at_s)
 
 
-def stopped_by(job: Job, why: str) -> str:
+def stopped_by(job: Job, why: Reason) -> Reason:
     """Who ends the job; and what was being repaired when that came."""
-    return f"{why}; before that: {job.incident.reason}" if job.incident is not None else why
+    return why if job.incident is None else job.incident.reason.within(f"{why}; before that: {job.incident.reason}")
 
 
 def end_job(job: Job, at_s: float) -> Result:
@@ -280,9 +300,9 @@ def end_job(job: Job, at_s: float) -> Result:
     if ending.goes_on and job.saved and not job.finished and (job.settings.is_elastic or not is_without_node):
         newest = job.saved[0]
         if job.went_back_to is None or newest.boundary > job.went_back_to:
-            why = f"{ending.why}; all resume from the state saved at step {newest.boundary}"
+            why = ending.why.within(f"{ending.why}; all resume from the state saved at step {newest.boundary}")
             return regroup(job, at_s, newest, why) if is_without_node else go_back(job, at_s, newest, why)
-        why = f"{ending.reason}; no optimizer step was completed since all went back to step {job.went_back_to}"
+        why = ending.reason.within(f"{ending.reason}; no step completed since the restart at step {job.went_back_to}")
         ending = replace(ending, reason=why, has_progress=ending.has_progress and ending.is_restart)
     if ending.is_restart and job.settings.is_elastic:
         return regroup(job, at_s, Saved(0, place=""), ending.reason)
@@ -296,7 +316,7 @@ def end_job(job: Job, at_s: float) -> Result:
     return enter(job, JobPhase.FAILED, at_s, (order,), outcome="failed", reason=ending.reason, **changes)
 
 
-def regroup(job: Job, at_s: float, to: Saved, why: str) -> Result:
+def regroup(job: Job, at_s: float, to: Saved, why: Reason) -> Result:
     """Rung "resize": all ranks end, and the group starts again on the nodes that are there.
 
     to   what they resume from; boundary 0: they run the script from its top
@@ -306,14 +326,14 @@ def regroup(job: Job, at_s: float, to: Saved, why: str) -> Result:
     return enter(replace(job, ending=None), JobPhase.RESTARTING, at_s, (order,), rung=rung, reason=why)
 
 
-def let_newcomers_leave(job: Job, at_s: float, to: Saved, why: str) -> Result:
+def let_newcomers_leave(job: Job, at_s: float, to: Saved, why: Reason) -> Result:
     """The nodes that came last cannot take part: the others, which have written the checkpoint, go on without them.
 
     to    from which they could not resume together
     why   they could not, for the operator
     """
     job = replace(job, ending=None, is_growing=False, is_contradicted=False)
-    reason = reason_of(job, f"{why}; the nodes that came last leave")
+    reason = reason_of(job, why.within(f"{why}; the nodes that came last leave"))
     order = Regroup(to.place, to.boundary, reason, is_back=True)
     return enter(job, JobPhase.RESTARTING, at_s, (order,), rung="resize", reason=reason)
 
@@ -323,22 +343,24 @@ def may_persist(job: Job) -> bool:
     return not why_not_saved(job)
 
 
-def why_not_saved(job: Job) -> str:
+def why_not_saved(job: Job) -> Reason:
     """Why the ranks cannot be made to write a checkpoint now; "" if they can."""
     if job.phase in (JobPhase.PERSISTING, JobPhase.RESTARTING, JobPhase.DONE, JobPhase.FAILED):
-        return f"the job is {job.phase}"
+        return Reason(text=f"the job is {job.phase}")
     if "persist" not in job.settings.rungs:
-        return "saving is switched off (rungs)"
+        return Reason("switched-off", "saving is switched off (rungs)")
     if job.are_alone or (job.settings.is_alone and job.settings.world_size > 1):
-        return "the ranks train without a process group, each for itself, and have no common step"
+        return Reason(
+            "survivors-disagree", "the ranks train without a process group, each for itself, and have no common step"
+        )
     if job.unprotected_reason:
         return job.unprotected_reason
     if job.incident is not None and job.incident.kind == MismatchFound.kind:
-        return "the ranks hold state that contradicts each other's"
+        return Reason("other-weights", "the ranks hold state that contradicts each other's")
     if job.finished or not holds_state(job):
-        return f"{name_ranks(job.finished or job.lost)} no longer trains"
+        return Reason("ranks-have-finished", f"{name_ranks(job.finished or job.lost)} no longer trains")
     silent = tuple(rank for rank in job.survivors if not job.members[rank].is_protected)
-    return f"the hooks of {name_ranks(silent)} have not reported yet" if silent else ""
+    return Reason("no-step-yet", f"the hooks of {name_ranks(silent)} have not reported yet") if silent else Reason()
 
 
 def holds_state(job: Job) -> bool:

@@ -10,6 +10,7 @@ process that has ended is dropped.
 from __future__ import annotations
 
 from ttprun.protocol.process_orders import Action
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.incident import Incident
 
 
@@ -68,7 +69,7 @@ class RestartGroup(Action, frozen=True):
     reason   for the operator
     """
 
-    reason: str
+    reason: Reason
 
 
 class Regroup(Action, frozen=True):
@@ -82,7 +83,7 @@ class Regroup(Action, frozen=True):
 
     place: str
     boundary: int
-    reason: str
+    reason: Reason
     is_back: bool = False
 
 
@@ -102,7 +103,7 @@ class FailJob(Action, frozen=True):
     has_progress   False if the same fault comes back again and again (exit code 93)
     """
 
-    reason: str
+    reason: Reason
     has_progress: bool = True
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.rank_events import RankExited
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.fault_events import ConnectionBroken
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import (
@@ -47,7 +48,7 @@ def let_others_finish(job: Job, event: RankExited) -> Result:
         fault = f"rank {event.rank} finished while all waited for a checkpoint"
         job = open_incident(job, event.at_s, LEFT, fault, detect_s=0.0)
     why = f"rank {event.rank} has finished, and the group cannot be built again without it"
-    job, actions = drain(job, event.at_s, why)
+    job, actions = drain(job, event.at_s, Reason("ranks-have-finished", why))
     return end_standstill(job, event.at_s, actions) if job.phase is JobPhase.DRAINING else (job, actions)
 
 
@@ -66,7 +67,7 @@ def on_frozen_while_draining(job: Job, event: RankFrozen) -> Result:
 
 def on_broken_while_draining(job: Job, event: ConnectionBroken) -> Result:
     """A rank waits in a collective that will never complete."""
-    return end_drain_early(job, event.at_s, event.sentence)
+    return end_drain_early(job, event.at_s, Reason(text=event.sentence))
 
 
 def end_standstill(job: Job, at_s: float, actions: tuple[Action, ...] = ()) -> Result:
@@ -77,11 +78,13 @@ def end_standstill(job: Job, at_s: float, actions: tuple[Action, ...] = ()) -> R
     waiting = tuple(member.rank for member in live if member.frozen is not None and not member.frozen.is_at_end)
     if not waiting:
         return job, actions
-    after, more = end_drain_early(job, at_s, f"{name_ranks(waiting)} cannot finish without the others")
+    after, more = end_drain_early(
+        job, at_s, Reason("ranks-have-finished", f"{name_ranks(waiting)} cannot finish without the others")
+    )
     return after, (*actions, *more)
 
 
-def end_drain_early(job: Job, at_s: float, why: str) -> Result:
+def end_drain_early(job: Job, at_s: float, why: Reason) -> Result:
     """Ranks are left that will not finish."""
     return restart_group(job, at_s, why) if job.lost else end_without_leavers(job, at_s)
 
@@ -89,7 +92,7 @@ def end_drain_early(job: Job, at_s: float, why: str) -> Result:
 def end_drain(job: Job, at_s: float) -> Result:
     """The last rank that could finish is gone."""
     why = f"{name_ranks(job.lost)} did not finish, and no other rank is running any more"
-    return restart_group(job, at_s, why) if job.lost else finish_job(job, at_s)
+    return restart_group(job, at_s, Reason("ranks-have-finished", why)) if job.lost else finish_job(job, at_s)
 
 
 def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
@@ -97,7 +100,9 @@ def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
     if event.name != DEADLINE_NAMES[JobPhase.DRAINING]:
         return unchanged(job, event)
     waited_s = event.at_s - job.phase_since_s
-    return end_drain_early(job, event.at_s, f"{name_ranks(job.survivors)} did not finish within {waited_s:.0f} s")
+    return end_drain_early(
+        job, event.at_s, Reason(text=f"{name_ranks(job.survivors)} did not finish within {waited_s:.0f} s")
+    )
 
 
 def end_without_leavers(job: Job, at_s: float) -> Result:
@@ -111,8 +116,13 @@ def end_without_leavers(job: Job, at_s: float) -> Result:
         fault = f"{fault}; {job.cause}"
     gone = (job.members[rank] for rank in leavers)
     job = job.with_members(*(replace(member, life=Life.LOST, is_rerun=False, is_protected=False) for member in gone))
-    job = replace(job, cause=fault).with_incident(kind=LEFT, ranks=leavers, reason=fault)
+    job = replace(job, cause=fault).with_incident(kind=LEFT, ranks=leavers, reason=Reason(text=fault))
     why_not = why_no_restart(job)
-    ending = Ending(reason=fault, rung="fail" if why_not else "restart", is_restart=not why_not, why=fault)
+    ending = Ending(
+        reason=Reason(text=fault),
+        rung="fail" if why_not else "restart",
+        is_restart=not why_not,
+        why=Reason(text=fault),
+    )
     job = replace(job, ending=ending)
     return begin_persisting(job, at_s) if may_persist(job) else end_job(job, at_s)

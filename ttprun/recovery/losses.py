@@ -12,6 +12,7 @@ from msgspec import structs
 from ttprun.protocol.from_rank import RankFaulted, RankHindered, RankProtected, RankUnprotected
 from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, StopAsked
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankHung
 from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
@@ -45,10 +46,10 @@ from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.recovery.resize import give_up_replacing
 
-OF_SCRIPT = "this is an error of the script itself"
-NO_MEMORY = "this machine had no memory left for it"
-AGAIN = "the script fails again in a new process"
-CRASH = "a new process crashes in the same line of the same step"
+OF_SCRIPT = Reason("same-fault-again", "this is an error of the script itself")
+NO_MEMORY = Reason("same-fault-again", "this machine had no memory left for it")
+AGAIN = Reason("same-fault-again", "the script fails again in a new process")
+CRASH = Reason("same-fault-again", "a new process crashes in the same line of the same step")
 LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
@@ -59,13 +60,13 @@ def on_protected(job: Job, event: RankProtected) -> Result:
 
 def on_unprotected(job: Job, event: RankUnprotected) -> Result:
     """Replacement is off from now on; the first reason is kept."""
-    return replace(job, unprotected_reason=job.unprotected_reason or sentence_of(event)), ()
+    return replace(job, unprotected_reason=job.unprotected_reason or as_of_job(event)), ()
 
 
 def on_unprotected_in_repair(job: Job, event: RankUnprotected) -> Result:
     """The repair cannot be completed."""
     job, _ = on_unprotected(job, event)
-    return restart_group(job, event.at_s, sentence_of(event))
+    return restart_group(job, event.at_s, as_of_job(event))
 
 
 def on_compared(job: Job, event: RanksCompared) -> Result:
@@ -76,7 +77,7 @@ def on_compared(job: Job, event: RanksCompared) -> Result:
 def on_compared_in_repair(job: Job, event: RanksCompared) -> Result:
     """The repair continues only if each lost rank still has a source."""
     job, _ = on_compared(job, event)
-    why_not = why_no_source(job, job.lost, job.quiesced) if job.rewind_to is None else ""
+    why_not = why_no_source(job, job.lost, job.quiesced) if job.rewind_to is None else Reason()
     return restart_group(job, event.at_s, why_not) if why_not else (job, ())
 
 
@@ -85,9 +86,9 @@ def on_hindered(job: Job, event: RankHindered) -> Result:
     return job.with_member(event.rank, hindrance=event.reason), ()
 
 
-def sentence_of(event: RankUnprotected) -> str:
+def as_of_job(event: RankUnprotected) -> Reason:
     """The reason why no rank can be replaced, with the rank that gave it."""
-    return f"rank {event.rank} is not protected ({event.reason})"
+    return event.reason.within(f"rank {event.rank} is not protected ({event.reason})")
 
 
 def on_exit(job: Job, event: RankExited) -> Result:
@@ -105,8 +106,15 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
     member = job.members[event.rank]
     is_replacement = member.life is Life.LOST
     if event.is_finish and is_replacement:
-        why = f"the replacement of rank {event.rank} reached the end of the script before it had caught up"
-        return restart_group(job, event.at_s, why, is_replayable=False)
+        return restart_group(
+            job,
+            event.at_s,
+            Reason(
+                "other-place",
+                f"the replacement of rank {event.rank} reached the end of the script before it had caught up",
+            ),
+            is_replayable=False,
+        )
     if event.is_finish and member.has_reissued:
         return end_resuming(mark_finished(job, event), event.at_s)
     if event.is_finish:
@@ -122,8 +130,15 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
             return fail_for_good(note_fault(job, event), event)
     elif event.is_script_error and is_new_process:
         job = note_fault(job, event)
-        why = f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}"
-        return give_up_replacing(job, event.at_s, why, is_replayable=False)
+        return give_up_replacing(
+            job,
+            event.at_s,
+            Reason(
+                "not-replayable",
+                f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}",
+            ),
+            is_replayable=False,
+        )
     return answer_fault(job, event)
 
 
@@ -164,7 +179,7 @@ def fail_for_good(job: Job, event: LossEvent) -> Result:
         ending = Ending(reason=why, rung="restart", is_restart=True, why=why)
         job = replace(job, ending=ending)
         return begin_persisting(job, event.at_s) if may_persist(job) else end_job(job, event.at_s)
-    why = again if is_of_incident else NO_MEMORY if "raised MemoryError" in event.sentence else OF_SCRIPT
+    why = again if is_of_incident else NO_MEMORY if event.reason.startswith("MemoryError") else OF_SCRIPT
     return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
 
 
@@ -216,8 +231,11 @@ def on_node_lost(job: Job, event: NodeLost) -> Result:
     job = replace(without_nodes(job, lost), snapshot=None)
     event = structs.replace(event, ranks=lost)
     if job.alone or job.count(MemberFlag.TRAINS_ALONE):
-        why = "ranks that train without a process group are repaired on their own node only"
-        return restart_group(note_fault(job, event), event.at_s, why)
+        return restart_group(
+            note_fault(job, event),
+            event.at_s,
+            Reason("no-survivor", "ranks that train without a process group are repaired on their own node only"),
+        )
     return answer_fault(job, event)
 
 
@@ -248,18 +266,21 @@ def on_started_in_vain(job: Job, event: RankStarted) -> Result:
 
 def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
     """Replicas differ, and it is not known which is right."""
-    job = open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0).with_incident(ranks=(event.rank,))
-    return restart_group(job, event.at_s, "the state of the ranks cannot be trusted", is_trusted=False)
+    job = open_incident(job, event.at_s, event.kind, str(event.why), detect_s=0.0)
+    job = job.with_incident(ranks=(event.rank,), reason=event.why)
+    return restart_group(
+        job, event.at_s, Reason("other-weights", "the state of the ranks cannot be trusted"), is_trusted=False
+    )
 
 
 def on_stop(job: Job, event: StopAsked) -> Result:
     """The job ends, in any phase."""
-    return fail_job(job, event.at_s, event.reason, is_fault=False)
+    return fail_job(job, event.at_s, Reason(text=event.reason), is_fault=False)
 
 
 def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
     """All processes are new: forget what was known about the old ones."""
-    reason = reason_of(job, "the agent restarted the whole group")
+    reason = reason_of(job, Reason(text="the agent restarted the whole group"))
     if job.phase is JobPhase.RESTARTING and job.incident is not None:
         reason = job.incident.reason
     job = replace(with_new_ranks(job), restarts=job.restarts + 1)
@@ -273,7 +294,7 @@ def with_new_ranks(job: Job) -> Job:
         generation=job.generation + 1,
         members=fresh_members(job.settings),
         alone={},
-        unprotected_reason="",
+        unprotected_reason=Reason(),
         replicas=UNKNOWN,
         rewinds=(),
         snapshot=None,
@@ -307,10 +328,10 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
     at_s = event.at_s
     is_early = is_of_script_alone(event) and event.boundary == 0 and is_first_fault
     if is_early and (not why_not or why_no_restart(job)):
-        why = f"the script failed before its first step in rank {event.rank}"
-        return end_job(replace(job, ending=Ending(reason=reason_of(job, why), rung="fail")), at_s)
+        why = reason_of(job, Reason(text=f"the script failed before its first step in rank {event.rank}"))
+        return end_job(replace(job, ending=Ending(reason=why, rung="fail")), at_s)
     is_repair_on = not job.settings.rungs.isdisjoint(("rerun", "replace"))
-    why_hopeless = why_it_does_not_help(job) if is_first_fault and is_repair_on else ""
+    why_hopeless = why_it_does_not_help(job) if is_first_fault and is_repair_on else Reason()
     if why_hopeless in (OF_SCRIPT, CRASH):
         return fail_for_good(job, event)
     if why_hopeless:
@@ -318,34 +339,47 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
     if why_not:
         return give_up_replacing(job, at_s, why_not)
     if job.finished:
-        return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
+        return drain(
+            job,
+            at_s,
+            Reason(
+                "ranks-have-finished", f"{name_ranks(job.finished)} finished before, so the group cannot be built again"
+            ),
+        )
     if job.settings.is_alone and job.rewind_to is None:
-        return restart_group(job, at_s, "")
+        return restart_group(job, at_s, Reason())
     if not job.survivors and job.rewind_to is None:
-        return restart_group(job, at_s, "all ranks of the group were lost")
+        return restart_group(job, at_s, Reason("no-survivor", "all ranks of the group were lost"))
     if attempt > job.settings.max_attempts:
-        why = f"{job.settings.max_attempts} attempts to replace {name_ranks(job.lost)} failed, the last one in {phase}"
-        return give_up_replacing(job, at_s, why, is_refusal=False)
+        return give_up_replacing(
+            job,
+            at_s,
+            Reason(
+                "recovery-failed",
+                f"{job.settings.max_attempts} attempts to replace {name_ranks(job.lost)} failed, the last in {phase}",
+            ),
+            is_refusal=False,
+        )
     return begin_attempt(job.with_incident(attempt=attempt), at_s)
 
 
-def why_not_protected(job: Job, needs_process: bool = True) -> str:
+def why_not_protected(job: Job, needs_process: bool = True) -> Reason:
     """Why no rank of this job can be replaced; "" if they can.
 
     needs_process   some lost rank needs a new process; False: all of them are run again in their own
     """
     if needs_process and not job.settings.is_alone and "replace" not in job.settings.rungs:
-        return "replacement is switched off (rungs)"
+        return Reason("switched-off", "replacement is switched off (rungs)")
     return job.unprotected_reason
 
 
-def why_not_replayed(job: Job, event: LossEvent) -> str:
+def why_not_replayed(job: Job, event: LossEvent) -> Reason:
     """Why no replay would reach a lost rank's boundary; "" if one may, or need not."""
     if job.settings.is_alone and job.snapshot is not None:
-        return ""
+        return Reason()
     if event.boundary == 0 or job.rewind_to is not None:
-        return ""
-    return next(filter(None, (job.members[rank].hindrance for rank in ranks_of(event))), "")
+        return Reason()
+    return next(filter(None, (job.members[rank].hindrance for rank in ranks_of(event))), Reason())
 
 
 def ranks_of(event: LossEvent) -> tuple[int, ...]:
@@ -353,7 +387,7 @@ def ranks_of(event: LossEvent) -> tuple[int, ...]:
     return event.ranks if isinstance(event, NodeLost) else (event.rank,)
 
 
-def why_it_does_not_help(job: Job) -> str:
+def why_it_does_not_help(job: Job) -> Reason:
     """Why the fault that has just opened an incident must not be repaired again; "" if it may.
 
     The same fault of the same rank at the same boundary will come back, after a restart of the group too; and the limit
@@ -366,8 +400,11 @@ def why_it_does_not_help(job: Job) -> str:
     if is_of_script(newest.kind):
         return OF_SCRIPT if times > job.settings.exception_retries else why_too_many_incidents(job)
     if times > job.settings.max_same_faults:
-        where = f"at boundary {newest.boundary}"
-        return f"rank {newest.rank} had the same fault {where} {times} times: another attempt would not help"
+        where = f"in step {newest.boundary}"
+        return Reason(
+            "same-fault-again",
+            f"rank {newest.rank} had the same fault {where} {times} times: another attempt would not help",
+        )
     return why_too_many_incidents(job)
 
 
@@ -401,4 +438,4 @@ def exit_as_cause(job: Job, event: RankExited) -> Job:
     past = (earlier for earlier in job.faults if earlier.boundary == fault.boundary and earlier.rank != NOBODY)
     openings = (*job.openings[:-1], *(replace(opening, kind=event.kind) for opening in job.openings[-1:]))
     job = replace(job, faults=(*past, fault), openings=openings, cause=event.sentence)
-    return job.with_incident(kind=event.kind, reason=event.sentence, ranks=ranks_of(event))
+    return job.with_incident(kind=event.kind, reason=Reason(text=event.sentence), ranks=ranks_of(event))

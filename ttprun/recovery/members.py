@@ -13,6 +13,7 @@ from itertools import chain, islice
 
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.inheritance import GroupMembership
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.leader_events import ElasticDeclared
 
@@ -39,7 +40,7 @@ class Member:
     is_protected        its hooks have reported
     membership          its connection with the others now
     has_joined          it has had a process group with others
-    hindrance           why its current boundary (of a lost rank: its last) cannot be replayed, "" if it can
+    hindrance           why its current boundary (of a lost rank: its last) cannot be replayed, none if it can
     spawn_asked_at_s    when a process was requested that has not started yet
     started_at_s        when its process started
     is_without_node     its node is lost, and it has not got a process on another one yet
@@ -58,7 +59,7 @@ class Member:
     is_protected: bool = False
     membership: GroupMembership = GroupMembership.UNKNOWN
     has_joined: bool = False
-    hindrance: str = ""
+    hindrance: Reason = Reason()
     spawn_asked_at_s: float | None = None
     started_at_s: float | None = None
     is_without_node: bool = False

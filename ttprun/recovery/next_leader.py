@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ttprun.protocol.inheritance import GroupMembership, Known, Left
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import Job, Settings
 from ttprun.recovery.leader_events import Saved
 from ttprun.recovery.members import Life, Member, Members
@@ -47,7 +48,7 @@ def succeed(settings: Settings, legacies: Iterable[Left], generation: int, known
     if missing:
         raise ValueError(f"nothing is known of rank {missing[0]}")
     reasons = (
-        f"rank {legacy.rank} is not protected ({legacy.unprotected})"
+        legacy.unprotected.within(f"rank {legacy.rank} is not protected ({legacy.unprotected})")
         for legacy in by_rank.values()
         if legacy.unprotected
     )
@@ -65,7 +66,7 @@ def succeed(settings: Settings, legacies: Iterable[Left], generation: int, known
         generation=generation,
         incident_count=known.incidents,
         restarts=known.restarts,
-        unprotected_reason=known.unprotected or next(reasons, ""),
+        unprotected_reason=known.unprotected or next(reasons, Reason()),
         replicas=replicas,
         saved=tuple(Saved(boundary, place) for place, boundary in known.saved.items()),
     )

@@ -17,6 +17,7 @@ from msgspec import structs
 from ttprun.protocol.from_rank import RankFaulted, RankFrozen
 from ttprun.protocol.process_orders import Action, KillRank
 from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, StopAsked
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Resume
 from ttprun.recovery.fault_events import NodeLost
 from ttprun.recovery.job import Ending, Job, JobPhase
@@ -68,12 +69,12 @@ def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
     members = job.members.with_each(lambda member: replace(member, life=Life.LOST, spawn_asked_at_s=event.at_s))
     job = replace(job, members=members, saved=event.saved, is_resumed=True, replicas=event.replicas)
     why = f"a checkpoint of step {newest.boundary} was found ({newest.place})"
-    return go_back(open_resume(job, event.at_s, why), event.at_s, newest, why)
+    return go_back(open_resume(job, event.at_s, why), event.at_s, newest, Reason(text=why))
 
 
 def on_checkpoint_asked(job: Job, event: CheckpointAsked) -> Result:
     """The user requests a checkpoint now."""
-    why_not = why_not_saved(job)
+    why_not = str(why_not_saved(job))
     return giving_up(job, why_not, unchanged(job, event)) if why_not else begin_persisting(job, event.at_s)
 
 
@@ -85,7 +86,7 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
     job = job.with_member(event.rank, frozen=event)
     if is_anyone_moving(job):
         return job, ()
-    why_not = why_survivors_disagree(job)
+    why_not = str(why_survivors_disagree(job))
     if event.boundary == 0:
         why_not = "no optimizer step has been completed yet"
     if why_not:
@@ -108,9 +109,9 @@ def on_persisted(job: Job, event: StatePersisted) -> Result:
     notes: tuple[Action, ...] = ()
     if job.ending is not None and event.place:
         if not job.ending.is_replayable and is_usable:
-            notes = (NoteUnusable(event.place, job.ending.why, is_refused=True),)
+            notes = (NoteUnusable(event.place, str(job.ending.why), is_refused=True),)
         note = f"{job.ending.reason}; {what_was_saved(job, event)}"
-        job = replace(job, ending=replace(job.ending, reason=note))
+        job = replace(job, ending=replace(job.ending, reason=job.ending.reason.within(note)))
     job, actions = go_on(job, event.at_s, event.why_not, event.is_handled)
     return job, (*notes, *actions)
 
@@ -181,7 +182,7 @@ def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) ->
     """
     if job.ending is not None and why_not:
         note = f"{job.ending.reason}; no checkpoint was written: {why_not}"
-        job = replace(job, ending=replace(job.ending, reason=note))
+        job = replace(job, ending=replace(job.ending, reason=job.ending.reason.within(note)))
     stands_at = job.source.boundary if job.source is not None and not is_anyone_moving(job) else None
     if job.ending is not None and (job.ending.is_fault or job.lost or stands_at is None or not is_handled):
         return end_job(job, at_s)
@@ -254,7 +255,7 @@ def on_stop_while_persisting(job: Job, event: StopAsked) -> Result:
     """The job ends after the checkpoint that is being written."""
     if job.ending is not None and not (job.ending.is_restart or job.ending.goes_on or job.ending.is_resize):
         return unchanged(job, event)
-    return replace(job, ending=Ending(reason=stopped_by(job, event.reason), is_fault=False)), ()
+    return replace(job, ending=Ending(reason=stopped_by(job, Reason(text=event.reason)), is_fault=False)), ()
 
 
 def unless_ending(handler: Callable[[Job, Any], Result]) -> Callable[[Job, Any], Result]:

@@ -5,14 +5,14 @@ A function that answers an event returns a `Result`: the job as it is then, and 
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.rank_events import Event
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import WINDOW_S, Job, JobPhase, Opening
+from ttprun.recovery.job import WINDOW_S, FaultsTold, Job, JobPhase, Opening
 from ttprun.recovery.leader_orders import RecordIncident, SetDeadline
 
 Result = tuple[Job, tuple[Action, ...]]
@@ -26,8 +26,6 @@ DEADLINE_NAMES = {
     JobPhase.DRAINING: "drain",
 }
 CONNECTION = "connection"  # kind of an incident of links, see `ConnectionBroken.kind`
-_THEN = ", then "
-_TIMES = re.compile(r"(.*) \((\d+) times\)", re.DOTALL)
 RESUME = "resume"  # kind of a new launch that resumes from a checkpoint, which is not an incident
 HALT = "halt"  # the deadline to quiesce, with which PERSISTING begins
 # What each attempt measures.
@@ -56,21 +54,15 @@ def open_resume(job: Job, at_s: float, why: str) -> Job:
 def add_fault(job: Job, fault: str) -> Job:
     """The job with another fault in the open incident: in words the first one, and the newest with its number."""
     assert job.incident is not None
-    cause = with_newest(job.cause, fault)
-    reason = cause if job.incident.reason == job.cause else with_newest(job.incident.reason, fault)
-    return replace(job, cause=cause).with_incident(reason=reason)
+    told = told_of(job.told, job.cause).and_then(fault)
+    reason = job.incident.reason
+    since = told_of(job.since, reason.text).and_then(fault)
+    return replace(job, cause=str(told), told=told, since=since).with_incident(reason=reason.within(str(since)))
 
 
-def with_newest(faults: str, fault: str) -> str:
-    """Faults as a phrase, with one more: those between the first and the newest are in the event log."""
-    first, _, last = faults.partition(_THEN)
-    newest = last or first
-    match = _TIMES.fullmatch(newest)
-    before, times = (match[1], int(match[2])) if match else (newest, 1)
-    if before != fault:
-        return f"{first}{_THEN}{fault}"
-    repeated = f"{fault} ({times + 1} times)"
-    return f"{first}{_THEN}{repeated}" if last else repeated
+def told_of(faults: FaultsTold, text: str) -> FaultsTold:
+    """What a phrase says, if it is this; else the phrase as that of one fault."""
+    return faults if str(faults) == text else FaultsTold(text)
 
 
 def count_as_incident(job: Job, at_s: float, kind: str) -> Job:
@@ -92,7 +84,7 @@ def _new_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float)
         ranks=(),
         rung="replace",
         outcome="open",
-        reason=fault,
+        reason=Reason(text=fault),
         phase=job.phase,
         generation=job.generation,
         opened_at_s=at_s,
@@ -128,19 +120,19 @@ def deadline_of(job: Job, phase: JobPhase, extra_s: float = 0.0) -> SetDeadline:
     return SetDeadline(job.generation, name, limit_s + extra_s)
 
 
-def reason_of(job: Job, why: str) -> str:
+def reason_of(job: Job, why: Reason) -> Reason:
     """The cause first, and then why it was not answered by the rung above; not what was tried in between.
 
-    why   "" if there is nothing to add
+    why   none if there is nothing to add
     """
     if job.incident is None:
         return why
     if not why:
         return job.incident.reason
     if job.incident.kind == RESUME or not job.cause:
-        return f"{why}; {job.incident.reason}"
+        return why.within(f"{why}; {job.incident.reason}")
     answer = "not reconnected" if job.incident.kind == CONNECTION else "not replaced"
-    return f"{job.cause}; {answer}: {why}"
+    return why.within(f"{job.cause}; {answer}: {why}")
 
 
 def unchanged(job: Job, event: Event) -> Result:

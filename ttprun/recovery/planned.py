@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttprun.protocol.process_orders import KillRank
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, why_no_source
 from ttprun.recovery.leader_events import DowngradeAsked, ReplacementAsked, UpgradeAsked
@@ -19,20 +20,23 @@ from ttprun.recovery.phases import Result, open_incident, unchanged
 from ttprun.recovery.resize import begin_shrinking, why_not_without
 
 
-def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
+def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> Reason:
     """Why these ranks cannot give their places to new processes now; "" if they can.
 
     ranks   at least one
     """
     if job.are_alone:
-        return "the ranks train without a process group, so a new process could get its state from no rank"
+        return Reason(
+            "survivors-disagree",
+            "the ranks train without a process group, so a new process could get its state from no rank",
+        )
     strangers = tuple(rank for rank in ranks if rank not in job.survivors)
     if job.phase is not JobPhase.RUNNING:
-        return f"the job is {job.phase}"
+        return Reason(text=f"the job is {job.phase}")
     if strangers or job.finished:
-        return f"{name_ranks(strangers or job.finished)} no longer trains"
+        return Reason("ranks-have-finished", f"{name_ranks(strangers or job.finished)} no longer trains")
     if not {*job.survivors} - {*ranks}:
-        return "no rank would be left to repair the others from"
+        return Reason("no-survivor", "no rank would be left to repair the others from")
     remaining = tuple(rank for rank in job.survivors if rank not in ranks)
     return why_not_protected(job) or why_no_source(job, ranks, remaining)
 
@@ -49,14 +53,14 @@ def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:
     return job, (*kills, *actions)
 
 
-def why_not_upgradable(job: Job) -> str:
+def why_not_upgradable(job: Job) -> Reason:
     """Why the ranks that are away cannot come back now; "" if they can."""
     if not job.away:
-        return "no rank is away"
+        return Reason(text="no rank is away")
     if job.phase is not JobPhase.RUNNING:
-        return f"the job is {job.phase}"
+        return Reason(text=f"the job is {job.phase}")
     if job.finished:
-        return f"{name_ranks(job.finished)} no longer trains"
+        return Reason("ranks-have-finished", f"{name_ranks(job.finished)} no longer trains")
     return why_not_protected(job, needs_process=False)
 
 
@@ -78,4 +82,4 @@ def on_downgrade_asked(job: Job, event: DowngradeAsked) -> Result:
     """A repair continues without waiting for its replacements any more."""
     if not job.lost or why_not_without(job, job.lost):
         return unchanged(job, event)
-    return begin_shrinking(job, event.at_s, event.reason)
+    return begin_shrinking(job, event.at_s, Reason(text=event.reason))

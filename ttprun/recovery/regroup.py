@@ -12,6 +12,7 @@ from typing import Any
 
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.rank_events import Event
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import Ending, Job, JobPhase
 from ttprun.recovery.ladder import begin_persisting, regroup, why_not_saved
 from ttprun.recovery.leader_events import GroupResized, ResizeAsked, Saved, StatePersisted
@@ -28,9 +29,9 @@ def on_resize_asked(job: Job, event: ResizeAsked) -> Result:
     """Save the state, unless it cannot be saved now."""
     why_not = why_not_saved(job)
     if why_not:
-        return job, (GiveUpResize(why_not),)
+        return job, (GiveUpResize(str(why_not)),)
     job = open_incident(job, event.at_s, KIND, event.reason, detect_s=0.0).with_incident(rung="resize")
-    job = replace(job, ending=Ending(reason=event.reason, is_fault=False, rung="resize", is_resize=True))
+    job = replace(job, ending=Ending(reason=Reason(text=event.reason), is_fault=False, rung="resize", is_resize=True))
     return begin_persisting(job, event.at_s)
 
 
@@ -43,9 +44,10 @@ def keep_nodes(job: Job, why_not: str) -> tuple[Job, tuple[Action, ...]]:
     """The nodes stay: what waits for the saved state continues as it is."""
     if not is_resizing(job):
         return job, ()
-    reason = "" if job.incident is None else job.incident.reason
-    job = replace(job, ending=None).with_incident(reason=f"{reason}; the nodes stay as they are: {why_not}")
-    return job, (GiveUpResize(why_not),)
+    reason = Reason() if job.incident is None else job.incident.reason
+    return replace(job, ending=None).with_incident(
+        reason=reason.within(f"{reason}; the nodes stay as they are: {why_not}")
+    ), (GiveUpResize(why_not),)
 
 
 def unless_resizing(handler: Callable[[Job, Any], Result]) -> Callable[[Job, Any], Result]:
@@ -70,7 +72,7 @@ def on_saved_to_resize(job: Job, event: StatePersisted, otherwise: Callable[[Job
         job, actions = otherwise(job, why_not or "nothing was saved")
         return job, (*notes, *actions)
     saved = Saved(job.persists_at, event.place)
-    reason = "" if job.incident is None else job.incident.reason
+    reason = Reason() if job.incident is None else job.incident.reason
     return regroup(replace(job, saved=(saved, *job.saved)), event.at_s, saved, reason)
 
 

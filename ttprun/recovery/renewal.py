@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.hung import try_again
 from ttprun.recovery.job import Job, JobPhase
 from ttprun.recovery.ladder import begin_persisting
@@ -22,7 +23,7 @@ def on_renewed_in_repair(job: Job, event: SupervisorRenewed) -> Result:
     job = with_spawns_forgotten(job)
     if job.ending is not None:  # all have resumed only to end by themselves
         return begin_persisting(job, event.at_s)
-    return try_again(job, event.at_s, sentence_of(event), "repair the job")
+    return try_again(job, event.at_s, reason_of(event), "repair the job")
 
 
 def with_spawns_forgotten(job: Job) -> Job:
@@ -35,9 +36,9 @@ def with_spawns_forgotten(job: Job) -> Job:
     return replace(job, members=job.members.with_each(change))
 
 
-def sentence_of(event: SupervisorRenewed) -> str:
+def reason_of(event: SupervisorRenewed) -> Reason:
     """What has failed, for the operator."""
-    return f"ttprun's supervisor failed and was made anew ({event.reason})"
+    return Reason("ttprun-error", f"ttprun's supervisor failed and was made anew ({event.reason})")
 
 
 def on_renewed_while_persisting(job: Job, event: SupervisorRenewed) -> Result:
@@ -52,7 +53,7 @@ def on_renewed_while_draining(job: Job, event: SupervisorRenewed) -> Result:
 
 def on_renewed_while_restarting(job: Job, event: SupervisorRenewed) -> Result:
     """The group is to be restarted, which the agent may not have heard."""
-    return job, (RestartGroup(job.incident.reason if job.incident is not None else sentence_of(event)),)
+    return job, (RestartGroup(job.incident.reason if job.incident is not None else reason_of(event)),)
 
 
 def on_renewed_when_done(job: Job, event: SupervisorRenewed) -> Result:
@@ -62,5 +63,5 @@ def on_renewed_when_done(job: Job, event: SupervisorRenewed) -> Result:
 
 def on_renewed_when_failed(job: Job, event: SupervisorRenewed) -> Result:
     """The job has failed, which the agent may not have heard."""
-    why = job.ending.reason if job.ending is not None else sentence_of(event)
+    why = job.ending.reason if job.ending is not None else reason_of(event)
     return job, (FailJob(why),)

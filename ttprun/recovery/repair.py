@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ttprun.protocol.from_rank import RankFrozen, RankRebuilt, RankReissued, RankRepaired, RankReplayed, StateSent
 from ttprun.protocol.rank_events import MismatchFound, RankStarted
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import end_job, leave_group, restart_group, why_no_source
@@ -88,21 +89,28 @@ def is_anyone_moving(job: Job) -> bool:
     return job.count(MemberFlag.MUST_FREEZE) > 0
 
 
-def why_survivors_disagree(job: Job) -> str:
+def why_survivors_disagree(job: Job) -> Reason:
     """Why the survivors' states allow no repair; "" if they agree."""
     frozen = [member.frozen for member in job.members if member.frozen is not None]
     if len({answer.boundary for answer in frozen}) > 1:
-        places = ", ".join(f"rank {answer.rank} at {answer.boundary}" for answer in frozen)
-        return f"the survivors are at different boundaries: {places}"
+        places = ", ".join(f"rank {answer.rank} at step {answer.boundary}" for answer in frozen)
+        return Reason("survivors-disagree", f"the surviving ranks are at different steps: {places}")
     for ranks in job.alike(job.quiesced):
         of_alike = [answer for rank in ranks if (answer := job.members[rank].frozen) is not None]
         if len({answer.digest for answer in of_alike}) > 1:
             digests = ", ".join(f"rank {answer.rank} has {answer.digest or 'none'}" for answer in of_alike)
-            return f"the survivors' replicated states differ at boundary {frozen[0].boundary}: {digests}"
+            return Reason(
+                "other-weights",
+                f"the surviving ranks' states differ at step {frozen[0].boundary}: {digests}",
+            )
     if len(job.members) == 1:
-        return ""  # it needs no other
+        return Reason()  # it needs no other
     alone = tuple(answer.rank for answer in frozen if answer.boundary > 0 and not answer.has_group)
-    return f"{name_ranks(alone)} trained without a process group, so no rank can repair it" if alone else ""
+    return (
+        Reason("survivors-disagree", f"{name_ranks(alone)} trained without a process group, so no rank can repair it")
+        if alone
+        else Reason()
+    )
 
 
 def order_replays(job: Job, ranks: Collection[int]) -> tuple[Job, tuple[Replay, ...]]:
@@ -134,8 +142,12 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
     if target is None or member.life is not Life.LOST or not member.has_orders:
         return unchanged(job, event)
     if event.boundary != target:
-        why = f"rank {event.rank} replayed up to boundary {event.boundary} instead of {target}"
-        return restart_group(job, event.at_s, why, is_replayable=False)
+        return restart_group(
+            job,
+            event.at_s,
+            Reason("other-place", f"rank {event.rank} replayed up to step {event.boundary} instead of {target}"),
+            is_replayable=False,
+        )
     job = job.with_member(event.rank, has_replayed=True)
     if job.count(MemberFlag.MUST_REPLAY):
         return job, ()
@@ -191,7 +203,7 @@ def end_transferring(job: Job, at_s: float) -> Result:
     if source is None:
         return job, ()
     senders = [member for member in job.members if member.sends_to]
-    why = next(filter(None, (why_not_as_sent(job, sender) for sender in senders)), "")
+    why = next(filter(None, (why_not_as_sent(job, sender) for sender in senders)), Reason())
     why = why or why_not_as_mirrored(job, source)
     if why:
         return restart_group(job, at_s, why, is_trusted=all(map(is_as_frozen, senders)))
@@ -199,34 +211,39 @@ def end_transferring(job: Job, at_s: float) -> Result:
     return begin_resuming(job, at_s, stands_at(job, source))
 
 
-def why_not_as_sent(job: Job, source: Member) -> str:
+def why_not_as_sent(job: Job, source: Member) -> Reason:
     """How the state that a source has sent differs from its frozen state, or from the loaded one; "" if it does not."""
     sent = source.sent_digest or "none"
     if source.frozen is not None and not is_as_frozen(source):
-        return f"rank {source.rank} froze with state {source.frozen.digest or 'none'}, but sent {sent}"
+        return Reason(
+            "other-weights", f"rank {source.rank} froze with state {source.frozen.digest or 'none'}, but sent {sent}"
+        )
     wrong = [
         member
         for member in map(job.members.__getitem__, source.sends_to)
         if member.repaired_digest != source.sent_digest
     ]
     loaded = ", ".join(f"rank {member.rank} loaded {member.repaired_digest or 'none'}" for member in wrong)
-    return f"rank {source.rank} sent state {sent}, but {loaded}" if wrong else ""
+    return Reason("other-weights", f"rank {source.rank} sent state {sent}, but {loaded}") if wrong else Reason()
 
 
-def why_not_as_mirrored(job: Job, source: RankFrozen) -> str:
+def why_not_as_mirrored(job: Job, source: RankFrozen) -> Reason:
     """How what ranks have loaded from their mirrors differs from what all ranks hold alike; "" if it does not.
 
     A digest is of all but declared shards.
     """
     if job.replicas.differing:
-        return ""
+        return Reason()
     sent = {rank for member in job.members for rank in member.sends_to}
     loaded = (member for member in job.replacements if member.rank not in sent)
     wrong = next((member for member in loaded if member.repaired_digest != source.digest), None)
     if wrong is None:
-        return ""
+        return Reason()
     theirs = source.digest or "none"
-    return f"rank {source.rank} froze with state {theirs}, but rank {wrong.rank} loaded {wrong.repaired_digest}"
+    return Reason(
+        "other-weights",
+        f"rank {source.rank} froze with state {theirs}, but rank {wrong.rank} loaded {wrong.repaired_digest}",
+    )
 
 
 def is_as_frozen(source: Member) -> bool:
@@ -248,7 +265,9 @@ def end_loading(job: Job, at_s: float, boundary: int) -> Result:
     for ranks in job.alike(job.lost):
         if len({job.members[rank].repaired_digest for rank in ranks}) > 1:
             loaded = ", ".join(f"rank {rank} {job.members[rank].repaired_digest}" for rank in ranks)
-            return restart_group(job, at_s, f"the ranks hold different states after loading: {loaded}")
+            return restart_group(
+                job, at_s, Reason("other-weights", f"the ranks hold different states after loading: {loaded}")
+            )
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
     return begin_resuming(job, at_s, boundary)
 
@@ -309,7 +328,7 @@ def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
     """
     if job.phase is JobPhase.FREEZING and not job.lost:
         return leave_group(job, event.at_s, event.reason, goes_on=False)
-    return restart_group(job, event.at_s, event.sentence, is_replayable=not event.is_contradiction)
+    return restart_group(job, event.at_s, event.why, is_replayable=not event.is_contradiction)
 
 
 def missing_from(job: Job) -> str:

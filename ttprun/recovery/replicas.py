@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ttprun.protocol.reason import Reason
+
 KEPT = 8  # boundaries that are not complete yet
 PART = 128  # ranks whose reports are kept together: a report copies those of its part only
 _MOST_NAMED = 3
@@ -61,21 +63,25 @@ class Replicas:
             if not any(owners[other] == owners[rank] for other in among)
         ]
 
-    def why_no_source(self, rank: int, among: Collection[int]) -> str:
+    def why_no_source(self, rank: int, among: Collection[int]) -> Reason:
         """Why none of these ranks can give another one its state; "" if one can."""
         if self.compared_at is None:
-            return f"whether another rank holds the same as rank {rank} has not been compared yet"
+            return Reason(
+                "not-compared-yet", f"whether another rank holds the same as rank {rank} has not been compared yet"
+            )
         if self.peers(rank, among):
-            return ""
+            return Reason()
         missing = self.missing(rank, among)
         if missing:
-            return f"no other rank holds what rank {rank} held: {in_short(missing)}"
-        return f"no single rank holds all that rank {rank} held ({in_short(self.all_names)})"
+            return Reason("state-of-one-rank", f"no other rank holds what rank {rank} held: {in_short(missing)}")
+        return Reason(
+            "state-of-one-rank", f"no single rank holds all that rank {rank} held ({in_short(self.all_names)})"
+        )
 
-    def why_no_sources(self, ranks: Iterable[int], among: Collection[int]) -> str:
+    def why_no_sources(self, ranks: Iterable[int], among: Collection[int]) -> Reason:
         """The first reason why one of several ranks, none of them `among`, finds no source; "" if there is none."""
         holdings = frozenset(map(self.of, among)) if self.compared_at is not None else frozenset()
-        return next((self.why_no_source(rank, among) for rank in ranks if self.of(rank) not in holdings), "")
+        return next((self.why_no_source(rank, among) for rank in ranks if self.of(rank) not in holdings), Reason())
 
     def sources(self, ranks: Collection[int], among: Iterable[int]) -> dict[int, int]:
         """Rank -> the first of the others that holds all that it holds; without those of which none does."""
@@ -144,7 +150,7 @@ UNKNOWN = Replicas()
 Cut = Mapping[str, tuple[str, str]]  # key of a parameter -> how it is cut, and which part
 
 
-def why_not_one_whole(shards: Mapping[str, tuple[int, ...]], cuts: Sequence[Cut], names: Mapping[str, str]) -> str:
+def why_not_one_whole(shards: Mapping[str, tuple[int, ...]], cuts: Sequence[Cut], names: Mapping[str, str]) -> Reason:
     """Why the ranks' parts of a parameter do not make one whole; "" if they do.
 
     A mesh of some ranks only says nothing of the others: they must cut alike, and hold the same in the same place.
@@ -158,13 +164,14 @@ def why_not_one_whole(shards: Mapping[str, tuple[int, ...]], cuts: Sequence[Cut]
         parts = [of_rank.get(key) for of_rank in cuts]
         places: dict[str, int] = {}
         if len({cut and cut[0] for cut in parts}) > 1:
-            return f"not all ranks shard {name} in the same way"
+            return Reason("sharding-unknown", f"not all ranks shard {name} in the same way")
         for rank, cut in enumerate(parts):
             if cut is not None and places.setdefault(cut[1], owners[rank]) != owners[rank]:
-                return (
-                    f"rank {places[cut[1]]} and rank {owners[rank]} hold different parameters {name} in the same place"
+                return Reason(
+                    "sharding-unknown",
+                    f"rank {places[cut[1]]} and rank {owners[rank]} hold different parameters {name} in the same place",
                 )
-    return ""
+    return Reason()
 
 
 def in_short(names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import RankStarted, SpawnFailed
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import restart_group
@@ -26,7 +27,9 @@ def on_declared(job: Job, event: ElasticDeclared) -> Result:
     return job.with_member(event.rank, elastic=event), ()
 
 
-def give_up_replacing(job: Job, at_s: float, why: str, is_refusal: bool = True, is_replayable: bool = True) -> Result:
+def give_up_replacing(
+    job: Job, at_s: float, why: Reason, is_refusal: bool = True, is_replayable: bool = True
+) -> Result:
     """The lost ranks cannot be had again: the others train on without them, or the group is restarted.
 
     why                         for the operator
@@ -36,8 +39,13 @@ def give_up_replacing(job: Job, at_s: float, why: str, is_refusal: bool = True, 
         return restart_group(job, at_s, why, is_refusal, is_replayable=is_replayable)
     why_not = why_not_without(job, job.lost)
     if why_not:
-        why = f"{why}; the others cannot continue without {name_ranks(job.lost)}: {why_not}"
-        return restart_group(job, at_s, why)
+        return restart_group(
+            job,
+            at_s,
+            (why if why.kind else why_not).within(
+                f"{why}; the others cannot continue without {name_ranks(job.lost)}: {why_not}"
+            ),
+        )
     return begin_shrinking(job, at_s, why)
 
 
@@ -46,7 +54,7 @@ def on_spawn_failed(job: Job, event: SpawnFailed) -> Result:
     job, _ = forget_spawn(job, event)
     if job.members[event.rank].life is not Life.LOST:
         return job, ()
-    why = f"no process can be started for rank {event.rank} ({event.reason})"
+    why = Reason(text=f"no process can be started for rank {event.rank} ({event.reason})")
     return give_up_replacing(job, event.at_s, why, is_refusal=False)
 
 
@@ -60,26 +68,32 @@ def is_elastic(job: Job) -> bool:
     return "resize" in job.settings.rungs and job.count(MemberFlag.IS_ELASTIC) > 0
 
 
-def why_not_without(job: Job, lost: Collection[int]) -> str:
+def why_not_without(job: Job, lost: Collection[int]) -> Reason:
     """Why the others cannot train on without these ranks; "" if they can.
 
     lost   ranks that are there no more, beside those that are away already
     """
     if "resize" not in job.settings.rungs:
-        return "training with fewer ranks is switched off (rungs)"
+        return Reason("switched-off", "training with fewer ranks is switched off (rungs)")
     if job.unprotected_reason:
         return job.unprotected_reason
     if job.finished:
-        return f"{name_ranks(job.finished)} finished before, so the group cannot be built again"
+        return Reason(
+            "ranks-have-finished", f"{name_ranks(job.finished)} finished before, so the group cannot be built again"
+        )
     silent = tuple(member.rank for member in job.members if member.elastic is None)
     if silent:
-        return f"{name_ranks(silent)} cannot train with fewer ranks (enable_zit and a handler for it)"
+        return Reason(text=f"{name_ranks(silent)} cannot train with fewer ranks (enable_zit and a handler for it)")
     leaving = who_would_leave(job, lost)
     rest = tuple(rank for rank in range(len(job.members)) if rank not in leaving)
     if not rest:
-        return f"{name_ranks(leaving)} would have to leave, and no rank would remain"
+        return Reason("no-survivor", f"{name_ranks(leaving)} would have to leave, and no rank would remain")
     missing = next((group for group in replica_groups(job) if group.whole_copy(rest) is None), None)
-    return f"for a shard of {name_ranks(missing.ranks)} no copy would remain" if missing is not None else ""
+    return (
+        Reason("state-of-one-rank", f"for a shard of {name_ranks(missing.ranks)} no copy would remain")
+        if missing is not None
+        else Reason()
+    )
 
 
 def who_would_leave(job: Job, lost: Collection[int]) -> tuple[int, ...]:
@@ -112,7 +126,7 @@ def declared_replicas(job: Job, rank: int) -> tuple[ReplicaGroup, ...]:
     return tuple(groups_of(replicas, rank, len(job.members)))
 
 
-def begin_shrinking(job: Job, at_s: float, why: str) -> Result:
+def begin_shrinking(job: Job, at_s: float, why: Reason) -> Result:
     """The lost ranks and the rest of their replicas leave; the others freeze, and then connect as a smaller group.
 
     at_s   time of the event, monotonic
@@ -125,7 +139,7 @@ def begin_shrinking(job: Job, at_s: float, why: str) -> Result:
         for rank in newly
         if job.members[rank].pid is not None
     )
-    reason = reason_of(job, f"{why}, so {name_ranks(newly)} {'leave' if len(newly) > 1 else 'leaves'}")
+    reason = reason_of(job, why.within(f"{why}, so {name_ranks(newly)} {'leave' if len(newly) > 1 else 'leaves'}"))
     leavers = (
         replace(job.members[rank], pid=None, life=Life.AWAY, is_rerun=False, is_protected=False) for rank in newly
     )

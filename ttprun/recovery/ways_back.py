@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase
 from ttprun.recovery.leader_events import Saved
 from ttprun.recovery.members import Life
@@ -22,26 +23,29 @@ def may_rewind(job: Job) -> bool:
     return ("replace" if is_free else "rewind") in job.settings.rungs
 
 
-def go_back(job: Job, at_s: float, to: Saved, why: str) -> Result:
+def go_back(job: Job, at_s: float, to: Saved, why: Reason) -> Result:
     """All ranks resume from a stored state; with boundary 0 they start from the top.
 
     why   for the operator
     """
     job = replace(job.with_incident(reason=why), rewind_to=to.boundary, rewind_place=to.place, ending=None)
     if to.place or not to.boundary:  # the reason held for the old processes
-        job = replace(job, unprotected_reason="")
+        job = replace(job, unprotected_reason=Reason())
     if to.place and not job.is_resumed:
         job = replace(job, went_back_to=to.boundary)
     return begin_rewind(job, at_s)
 
 
-def why_no_rewind(job: Job) -> str:
+def why_no_rewind(job: Job) -> Reason:
     """Why another rewind to the snapshot would not help; "" if it may."""
     cause = what_sends_back(job)
     times = job.rewinds.count(cause)
     if times < job.settings.max_rewinds:
-        return ""
-    return f"all ranks went back to step {job.snapshot} {times} times, and the same fault comes back ({cause.kind})"
+        return Reason()
+    return Reason(
+        "same-fault-again",
+        f"all ranks went back to step {job.snapshot} {times} times, and the same fault comes back ({cause.kind})",
+    )
 
 
 def what_sends_back(job: Job) -> FaultIdentity:

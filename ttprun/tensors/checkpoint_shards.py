@@ -23,6 +23,7 @@ from ttprun.introspect import distributed_tensors, fail_open
 from ttprun.introspect.frames import SCALARS, user_frames, variables_of
 from ttprun.introspect.looks import dictionary_of, is_a, module_of_class
 from ttprun.introspect.models import parts_of, tables_of
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Share
 from ttprun.state.chunks import OWNER
 from ttprun.state.files import write_file
@@ -33,7 +34,10 @@ from ttprun.tensors.memory import Memory
 from ttprun.tensors.replicated import Part, parameter_of
 
 _MOST_MODULES = 16
-BOTH_KINDS = "some parameters are DTensors, and others differ between the ranks: both together are not stored yet"
+BOTH_KINDS = Reason(
+    "sharding-unknown",
+    "some parameters are DTensors, and others differ between the ranks: both together are not stored yet",
+)
 
 
 class Differing(NamedTuple):
@@ -197,10 +201,14 @@ def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFER
     def fill(name: str, tensor: torch.Tensor) -> None:
         key = differing.stored(name)
         if key not in holder:
-            raise fail_open.NotRepairableError(f"{key} is in none of the checkpoint's files")
+            raise fail_open.NotRepairableError(
+                Reason("stored-state-unusable", f"{key} is in none of the checkpoint's files")
+            )
         stored = holder[key].get_tensor(key)
         if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
-            raise fail_open.NotRepairableError(f"{key} is {list(stored.shape)} of {stored.dtype} in the checkpoint")
+            raise fail_open.NotRepairableError(
+                Reason("stored-state-unusable", f"{key} is {list(stored.shape)} of {stored.dtype} in the checkpoint")
+            )
         with torch.no_grad():
             tensor.copy_(stored)
 

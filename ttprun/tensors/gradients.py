@@ -29,17 +29,20 @@ from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.models import shown_to
 from ttprun.introspect.tensor_bytes import elements_of
 from ttprun.introspect.unseen import unseen
+from ttprun.protocol.reason import Reason
 from ttprun.tensors.optimizer_registry import parameters_of
 from ttprun.tensors.sharded import are_cut_alike
 
 GRADIENT = "ttprun.gradient"  # name among a parameter's state
-CARRIED = (
+CARRIED = Reason(
+    "gradients-carried",
     "the script carries gradients across an optimizer step, and a replacement would not have them: call zero_grad() in "
-    "each step"
+    "each step",
 )
-CARRIED_NOW = (
+CARRIED_NOW = Reason(
+    "gradients-carried",
     "the script has begun to carry gradients across an optimizer step, and a replacement would not have those of this "
-    "step; from the next step on they are kept"
+    "step; from the next step on they are kept",
 )
 _STEPS_WATCHED = 3  # in full, of each optimizer
 _LOOKS_ON_DEVICE = 16  # steps from one to the next
@@ -332,13 +335,13 @@ def look_at_watched() -> None:
 
 
 @unseen
-def look_after_backward() -> str:
+def look_after_backward() -> Reason:
     """A backward has ended; returns why a replacement could not begin before it, "" if it could.
 
     That is so in one step alone: from the next one on, what it adds to is kept.
     """
     is_new = [row.begin_to_carry() for row in (*_table.values(),)]
-    return CARRIED_NOW if any(is_new) else ""
+    return CARRIED_NOW if any(is_new) else Reason()
 
 
 def kept_if_unknown(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from ttprun.introspect.frames import user_frames, variables_of
 from ttprun.introspect.looks import is_a, items_of, pairs_of, plain_of
 from ttprun.introspect.models import parameters_of, shown_to
 from ttprun.introspect.tensor_bytes import content_of
+from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.checkpoint_shards import modules_in
 from ttprun.tensors.gradients import GRADIENT
@@ -42,7 +43,7 @@ class Holdings:
         self._groups_count = 0
         self._sampled: tuple[optimizer_registry.Stepped | None, list[torch.Tensor]] = (None, [])
         self._layouts: list[Any] = []  # of the parameters at the newest step
-        self._why_moved = ""
+        self._why_moved = Reason()
 
     def are_new(self, stepped: optimizer_registry.Stepped, optimizer: torch.optim.Optimizer, groups_count: int) -> bool:
         """Whether a full look is needed before this step; the same in all ranks that train alike.
@@ -63,15 +64,15 @@ class Holdings:
     def forget(self) -> None:
         """The run of the script is over: drop its tensors."""
         self._seen, self._sampled = None, (None, [])
-        self._layouts, self._why_moved = [], ""
+        self._layouts, self._why_moved = [], Reason()
 
-    def why_moved(self, stepped: optimizer_registry.Stepped) -> str:
+    def why_moved(self, stepped: optimizer_registry.Stepped) -> Reason:
         """Why a replay would not shard the parameters as they are now; "" if it would.
 
         It skips the iteration in which the script has redistributed one: the replacement has it as it was made.
         """
         if not (stepped.is_sharded or self._layouts):
-            return ""
+            return Reason()
         now = [parameter for group in stepped.held for parameter in group]
         layouts = [getattr(parameter, "_spec", None) for parameter in now]
         before, self._layouts = self._layouts, layouts
@@ -79,9 +80,10 @@ class Holdings:
             for number, (old, new) in enumerate(zip(before, layouts, strict=True)):
                 if old is not new and (old and (old.mesh, old.placements)) != (new and (new.mesh, new.placements)):
                     had, has = (spec.placements if spec else "in one piece" for spec in (old, new))
-                    self._why_moved = (
+                    self._why_moved = Reason(
+                        "made-inside-the-loop",
                         f"a parameter (number {number + 1} of the optimizers) was redistributed during the training, "
-                        f"from {had} to {has}, and a replay would not do that again: redistribute it before the loop"
+                        f"from {had} to {has}, and a replay would not do that again: redistribute it before the loop",
                     )
         return self._why_moved
 
@@ -135,7 +137,7 @@ def shards() -> tuple[dict[str, tuple[str, str]], str]:
     """Of each parameter of which this rank holds a part (how it is cut, which part); and why they cannot be stored."""
     parts = {key: parameter for key, parameter, *_ in replicated.rows() if sharded.place_of(parameter) is not None}
     cuts = {key: (sharded.layout_of(part), sharded.place_of(part) or "") for key, part in parts.items()}
-    return cuts, sharded.why_not_stored(parts.values())
+    return cuts, str(sharded.why_not_stored(parts.values()))
 
 
 def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.Tensor]]:

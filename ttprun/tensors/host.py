@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from ttprun.introspect import host
 from ttprun.protocol.board import Board, Phase
+from ttprun.protocol.reason import Reason
 
 _T = TypeVar("_T")
 
@@ -44,7 +45,7 @@ class Host(Protocol):
     """The process that trains.
 
     applied               number of the newest boundary
-    unprotected           why nothing is repaired, "" if something is
+    unprotected           why nothing is repaired, none if something is
     is_holding            its main thread is stopped before the commit
     has_collective_steps  its optimizers communicate in step()
     """
@@ -62,7 +63,7 @@ class Host(Protocol):
     @property
     def applied(self) -> int: ...
     @property
-    def unprotected(self) -> str: ...
+    def unprotected(self) -> Reason: ...
     @property
     def is_holding(self) -> bool: ...
     @property

@@ -24,6 +24,7 @@ from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_of, unpack
+from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, lay_out
 from ttprun.tensors.own_state import forms_of, held_now
@@ -178,7 +179,12 @@ class Mirror:
         except (LookupError, OSError, ValueError) as error:
             raise NotRepairableError(str(error)) from None
         if not self._parts:
-            raise NotRepairableError("all ranks have dropped what a reduce-scatter was made of, and no mirror is kept")
+            raise NotRepairableError(
+                Reason(
+                    "state-of-one-rank",
+                    "all ranks have dropped what a reduce-scatter was made of, and no mirror is kept",
+                )
+            )
 
     def end(self) -> None:
         """The run of the script is over: no copy is being made any more, and its tensors are dropped."""
@@ -293,11 +299,15 @@ class Mirror:
     def _check(self, layout: Layout, weights: Sequence[torch.Tensor]) -> None:
         """Raises NotRepairableError, or _TooLargeError."""
         if any(type(value) is list for form in layout.forms for value in form):
-            raise NotRepairableError("its optimizer keeps state in lists, which is not mirrored")
+            raise NotRepairableError(
+                Reason("state-of-one-rank", "its optimizer keeps state in lists, which is not mirrored")
+            )
         if not weights:
-            raise NotRepairableError("its optimizers have no parameters")
+            raise NotRepairableError(Reason("optimizer-state-unknown", "its optimizers have no parameters"))
         if not all(weight.is_cpu for weight in weights):
-            raise NotRepairableError("its parameters are on a device, from which they are not mirrored yet")
+            raise NotRepairableError(
+                Reason("state-of-one-rank", "its parameters are on a device, from which they are not mirrored yet")
+            )
         self._check_size(0)
 
     def _check_cost(self, took_s: float) -> None:
@@ -367,7 +377,9 @@ def load_step(path: str, optimizer: torch.optim.Optimizer | None) -> None:
             parameter.grad = torch.zeros_like(parameter.detach())
         gradient = parameter.grad
         if not sharded.are_cut_alike(gradient, parameter) or local_of(gradient).dtype != parameter.dtype:
-            raise NotRepairableError(f"{name}: its gradient has another form than in the lost rank")
+            raise NotRepairableError(
+                Reason("sharding-unknown", f"{name}: its gradient has another form than in the lost rank")
+            )
         stored.copy_to(local_of(gradient), stored.gradients[number])
 
 
@@ -377,7 +389,9 @@ def _load_state(stored: Stored) -> None:
     def fill(key: str, tensor: torch.Tensor) -> None:
         theirs, offset = next(remaining)
         if (place := sharded.place_of(tensor)) != theirs:
-            raise NotRepairableError(f"{key}: this rank's part is {place}, and the lost rank's was {theirs}")
+            raise NotRepairableError(
+                Reason("sharding-unknown", f"{key}: this rank's part is {place}, and the lost rank's was {theirs}")
+            )
         stored.copy_to(local_of(tensor), offset)
 
     replicated.take_over(stored.header, fill)

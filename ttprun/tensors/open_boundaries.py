@@ -23,6 +23,7 @@ import torch
 
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.protocol.board import LEADER, Field, Phase
+from ttprun.protocol.reason import Reason
 from ttprun.tensors.gradients import of_optimizer
 from ttprun.tensors.host import Host
 from ttprun.tensors.optimizer_registry import optimizers, parameters_of
@@ -39,7 +40,7 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def why_none_is_closed(optimizer: torch.optim.Optimizer) -> str:
+def why_none_is_closed(optimizer: torch.optim.Optimizer) -> Reason:
     """Called before each step: why no boundary is one from which a run could go on; "" if some are.
 
     optimizer   about to step
@@ -47,13 +48,14 @@ def why_none_is_closed(optimizer: torch.optim.Optimizer) -> str:
     if not is_in_backward():
         _in_backward.clear()
     elif optimizer in _in_backward:
-        return (
+        return Reason(
+            "step-in-backward",
             "its optimizers step inside the backward pass, and a replacement could not compute the rest of the pass: "
-            "call step() after backward()"
+            "call step() after backward()",
         )
     else:
         _in_backward.add(optimizer)
-    return ""
+    return Reason()
 
 
 def forget() -> None:

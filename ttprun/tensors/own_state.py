@@ -22,6 +22,7 @@ from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import plain
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.reason import Reason
 from ttprun.state.tensor_file import lay_out
 from ttprun.tensors import replicated
 from ttprun.tensors.memory import Memory, free_bytes
@@ -180,7 +181,9 @@ def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
     """A layout for the optimizers' tensors, and these in its order. Raises NotRepairableError, ValueError."""
     header, parts = replicated.describe()
     if any(part.place is not None for part in parts):
-        raise fail_open.NotRepairableError("its parameters are sharded, and those are kept in snapshots only")
+        raise fail_open.NotRepairableError(
+            Reason("sharding-unknown", "its parameters are sharded, and those are kept in snapshots only")
+        )
     tensors = {part.key: part.tensor for part in parts}
     packed, ordered = lay_out(tensors, {"format": "pt", HEADER: json.dumps(header)})
     at, offset_of = len(packed), {}

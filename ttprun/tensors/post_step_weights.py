@@ -20,6 +20,7 @@ import xxhash
 from ttprun.introspect import host_copies
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.tensor_bytes import content_of
+from ttprun.protocol.reason import Reason
 from ttprun.tensors.optimizer_registry import Stepped, hash_of
 
 FULL_LOOKS = 2
@@ -100,11 +101,14 @@ class KeptWeights:
         """A weight as the newest step has left it; of a sharded one, this rank's part."""
         return local_of(self._copies.get(id(weight), weight))
 
-    def why_not(self) -> str:
+    def why_not(self) -> Reason:
         """Why `of` does not know; "" if it does."""
         if self._copies or self._versions is None or not (self.is_kept or self._is_changed()):
-            return ""
-        return "the script has changed weights since its optimizer's step, for the first time, and there is no copy yet"
+            return Reason()
+        return Reason(
+            "not-compared-yet",
+            "the script has changed weights since its optimizer's step, for the first time, and there is no copy yet",
+        )
 
     def _is_changed(self) -> bool:
         noted = self._noted

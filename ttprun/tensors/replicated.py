@@ -21,6 +21,7 @@ from ttprun.introspect import distributed_tensors, models
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import content_of
+from ttprun.protocol.reason import Reason
 from ttprun.state.chunks import Chunk
 from ttprun.tensors import gradients, optimizer_registry, sharded
 from ttprun.tensors.gradients import GRADIENT
@@ -142,7 +143,9 @@ def describe() -> tuple[list[Any], list[Part]]:
         for key, value in entries_held:
             if is_a(value, torch.Tensor):
                 if value.layout is not torch.strided:
-                    raise NotRepairableError(f"{name} has state '{key}', which is a sparse tensor")
+                    raise NotRepairableError(
+                        Reason("optimizer-state-unknown", f"{name} has state '{key}', which is a sparse tensor")
+                    )
                 entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
                 parts.append(Part(f"{name}/{key}", distributed_tensors.local_of(value).detach(), value))
             elif is_a(value, _PLAIN):
@@ -150,7 +153,9 @@ def describe() -> tuple[list[Any], list[Part]]:
             elif type(value) is list:
                 entries.append([key, False, [len(value)], None])
             else:
-                raise NotRepairableError(f"{name} has state '{key}' of type {type(value).__name__}")
+                raise NotRepairableError(
+                    Reason("optimizer-state-unknown", f"{name} has state '{key}' of type {type(value).__name__}")
+                )
         header.append([str(parameter.dtype)[6:], list(distributed_tensors.at_rest(parameter).shape), entries])
     return header, parts
 
@@ -215,13 +220,22 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None], is_s
     gradients.begin_load()
     own = list(rows())
     if len(own) != len(header):
-        raise NotRepairableError(f"this rank's optimizers have {len(own)} parameters, and the source {len(header)}")
+        raise NotRepairableError(
+            Reason("other-weights", f"this rank's optimizers have {len(own)} parameters, and the source {len(header)}")
+        )
     for (name, parameter, _, _, optimizer), (dtype, shape, entries) in zip(own, header, strict=True):
         if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
             own_shape = list(parameter.shape)
             if is_stored:
-                raise NotRepairableError(f"{name} is {own_shape} in the script's model, and {shape} in what was saved")
-            raise NotRepairableError(f"{name} has shape {own_shape}, and the source's has {shape}")
+                raise NotRepairableError(
+                    Reason(
+                        "resume-with-another-model",
+                        f"{name} is {own_shape} in the script's model, and {shape} in what was saved",
+                    )
+                )
+            raise NotRepairableError(
+                Reason("other-weights", f"{name} has shape {own_shape}, and the source's has {shape}")
+            )
         fill(f"{name}/{WEIGHT}", parameter.detach())
         device.mark_safe(parameter)
         if not entries:
@@ -262,7 +276,12 @@ def _take_over_state(
             if distributed_tensors.is_distributed(parameter) and shape:
                 # As optimizers make it; who fills it compares which part of the whole it is.
                 if shape != list(parameter.shape):
-                    raise NotRepairableError(f"{name} has no '{key}' here, and it is unknown whether it is sharded")
+                    raise NotRepairableError(
+                        Reason(
+                            "optimizer-state-unknown",
+                            f"{name} has no '{key}' here, and it is unknown whether it is sharded",
+                        )
+                    )
                 old = torch.zeros_like(parameter.detach(), dtype=kind)
             else:
                 # A step's count is kept on the CPU, and what is as large as the parameter beside it.

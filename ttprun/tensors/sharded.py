@@ -15,6 +15,7 @@ import torch
 from ttprun import torch_versions
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
 from ttprun.introspect.models import parts_of, shown_to
+from ttprun.protocol.reason import Reason
 from ttprun.state.chunks import Chunk
 
 
@@ -100,18 +101,20 @@ def _box(whole: Any, mesh_shape: tuple[int, ...], coordinate: list[int]) -> Chun
     return Chunk(tuple(whole.shape), tuple(offsets), tuple(sizes))
 
 
-def why_not_held(tensors: Iterable[torch.Tensor]) -> str:
+def why_not_held(tensors: Iterable[torch.Tensor]) -> Reason:
     """Why it is unknown which parts of these tensors this rank holds; "" if it is known."""
     for tensor in filter(is_distributed, tensors):
         whole: Any = tensor
         if any(placement.is_partial() for placement in whole.placements):
-            return "its parameters are partial sums over the ranks (Partial)"
+            return Reason("sharding-unknown", "its parameters are partial sums over the ranks (Partial)")
         if type(local_of(whole)) not in (torch.Tensor, torch.nn.Parameter):
-            return f"the parts of its sharded parameters are of {type(local_of(whole)).__name__}"
-    return ""
+            return Reason(
+                "sharding-unknown", f"the parts of its sharded parameters are of {type(local_of(whole)).__name__}"
+            )
+    return Reason()
 
 
-def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
+def why_not_stored(tensors: Iterable[torch.Tensor]) -> Reason:
     """Why the ranks' parts of these tensors cannot be stored together; "" if they can."""
     for tensor in filter(is_distributed, tensors):
         whole: Any = tensor
@@ -119,13 +122,18 @@ def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
 
         odd = next((cut for cut in whole.placements if type(cut) not in (Shard, Replicate, _StridedShard)), None)
         if odd is not None:
-            return f"its parameters are sharded over the ranks in a way that is not stored yet ({odd})"
+            return Reason(
+                "sharding-unknown", f"its parameters are sharded over the ranks in a way that is not stored yet ({odd})"
+            )
         chunk = chunk_of(whole)
         if chunk is None and place_of(whole) is not None:
-            return f"the parts of its sharded parameters are not one box each ({layout_of(whole)}), which is not stored"
+            return Reason(
+                "sharding-unknown",
+                f"the parts of its sharded parameters are not one box each ({layout_of(whole)}), which is not stored",
+            )
         if tuple(local_of(whole).shape) != (tuple(whole.shape) if chunk is None else chunk.sizes):
-            return "the parts of its sharded parameters do not match their mesh"
-    return ""
+            return Reason("sharding-unknown", "the parts of its sharded parameters do not match their mesh")
+    return Reason()
 
 
 # FSDP2's own copies of what it has gathered.
@@ -145,22 +153,25 @@ def _groups() -> Iterator[Any]:
             yield from torch_versions.fsdp_param_groups(state)
 
 
-def why_not_at_rest(optimizer: torch.optim.Optimizer) -> str:
+def why_not_at_rest(optimizer: torch.optim.Optimizer) -> Reason:
     """Why FSDP2's state cannot be recorded now; "" if all of it is in the shards that the optimizer steps."""
     stepped: set[int] | None = None
     for group in _groups():
         for param in group.fsdp_params:
             unsharded = getattr(param, "_unsharded_param", None)
             if param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None):
-                return "unreduced gradients are kept across an optimizer step"
+                return Reason("gradients-carried", "unreduced gradients are kept across an optimizer step")
         if group._all_gather_result is not None:
-            return "parameters are being gathered while the optimizer steps"
+            return Reason("sharding-unknown", "parameters are being gathered while the optimizer steps")
         if not group.is_sharded:
             if stepped is None:
                 stepped = set(map(id, shown_to(optimizer)))
             if any(id(param.sharded_param) in stepped for param in group.fsdp_params):
-                return "gathered parameters are kept across the optimizer step (set_reshard_after_backward(False)?)"
-    return ""
+                return Reason(
+                    "sharding-unknown",
+                    "gathered parameters are kept across the optimizer step (set_reshard_after_backward(False)?)",
+                )
+    return Reason()
 
 
 def forget_gathered() -> None:

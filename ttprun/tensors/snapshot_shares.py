@@ -18,6 +18,7 @@ import msgpack
 
 from ttprun.introspect import fail_open
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
+from ttprun.protocol.reason import pointer
 from ttprun.protocol.snapshot_messages import SnapshotSize, SnapshotTaken
 from ttprun.tensors import checkpoint_shards, replicated
 from ttprun.tensors.memory import Memory, free_bytes
@@ -100,7 +101,8 @@ class SnapshotPart:
         free = free_bytes()
         if free is None or needed - held_bytes <= free:
             return ""
-        return f"it takes {needed >> 20} MiB of shared memory, and only {free >> 20} MiB more is free"
+        what = f"{needed >> 20} MiB of shared memory, and only {free >> 20} MiB more is free"
+        return f"it takes {what}{pointer('memory-full')}"
 
     def _whole_bytes(self) -> int:
         """An estimate of the bytes that all ranks copy together; shards have about the same size in each."""

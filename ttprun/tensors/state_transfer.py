@@ -24,6 +24,7 @@ from ttprun.introspect import distributed_tensors
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.models import shown_to
 from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.protocol.reason import Reason
 from ttprun.tensors import sharded
 from ttprun.tensors.replicated import describe, digest, digest_of_shards, take_over
 
@@ -225,7 +226,11 @@ def take_gradients(
         theirs = msgpack.unpackb(exactly(connection, size))
         mine = [_form_of(gradient) for gradient in gradients]
         if mine != theirs:
-            raise NotRepairableError("this rank has gradients of other parameters than the source, or of other shapes")
+            raise NotRepairableError(
+                Reason(
+                    "other-weights", "this rank has gradients of other parameters than the source, or of other shapes"
+                )
+            )
         for gradient in gradients:
             if gradient is not None:
                 _fill(connection, gradient)
@@ -235,7 +240,7 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]
     """This rank's parts of them, by parameter. Raises NotRepairableError."""
     gradients = [parameter.grad for parameter in shown_to(optimizer)]
     if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
-        raise NotRepairableError("a gradient is sparse, and cannot be taken from another rank")
+        raise NotRepairableError(Reason("other-weights", "a gradient is sparse, and cannot be taken from another rank"))
     return [None if gradient is None else distributed_tensors.local_of(gradient).detach() for gradient in gradients]
 
 
@@ -280,12 +285,18 @@ def _receive(connection: socket.socket) -> None:
 
     def fill(key: str, tensor: torch.Tensor) -> None:
         if (place := sharded.place_of(tensor)) != (theirs := next(remaining)):
-            raise NotRepairableError(f"{key}: this rank's part is {place}, and the source's {theirs}")
+            raise NotRepairableError(
+                Reason("sharding-unknown", f"{key}: this rank's part is {place}, and the source's {theirs}")
+            )
         _fill(connection, distributed_tensors.local_of(tensor))
 
     take_over(header, fill)
     if (loaded := digest_of_shards()) != sent:
-        raise NotRepairableError(f"the source's parts of sharded tensors have digest {sent}, and {loaded} was loaded")
+        raise NotRepairableError(
+            Reason(
+                "other-weights", f"the source's parts of sharded tensors have digest {sent}, and {loaded} was loaded"
+            )
+        )
     sharded.forget_gathered()
 
 

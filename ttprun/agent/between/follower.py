@@ -154,4 +154,4 @@ class Follower:
             logger.warning("all ranks start again: %s", order.reason)
         node.log("group_given_up", kind=order.kind, reason=order.reason)
         node.end_by(order.ended_by)
-        node.hear_conclusion(Verdict(order.kind, order.reason, order.has_progress))
+        node.hear_conclusion(Verdict(order.kind, order.reason, order.has_progress, reason_kind=order.reason_kind))

@@ -367,5 +367,6 @@ class Succession:
                 pid=legacy.pid,
                 boundary=legacy.boundary,
                 reason=legacy.reason,
+                crashed_at=legacy.crashed_at,
             )
         )

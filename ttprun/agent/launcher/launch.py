@@ -40,7 +40,7 @@ from ttprun.early_signals import ENDED_BY_SIGNAL, StoppedEarly, exit_code_of
 from ttprun.errors import ConfigError
 from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol.reasons import pointer
+from ttprun.protocol.reason import Reason, pointer
 from ttprun.recovery.membership_policy import Membership
 from ttprun.state.store import CheckpointStore
 
@@ -118,9 +118,9 @@ def launch(
         os.environ.update(mindio.put_on_path(dict(os.environ)))
     console.use(config.log_format, config.run_id or "")
     is_on_several = launch_config.max_nodes > 1
-    why_not = why_not_over_nodes(launch_config, is_python, config.elastic) if is_on_several else ""
+    why_not = why_not_over_nodes(launch_config, is_python, config.elastic) if is_on_several else Reason()
     if why_not:
-        logger.warning("nothing is repaired or saved, as under torchrun: %s", why_not)
+        logger.warning("ttprun is off for this run (%s): it behaves as torchrun does%s", why_not, why_not.pointer)
     if why_not or not isinstance(entrypoint, str):
         # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
         code, reason, is_stopped = _run(launch_config, entrypoint, args)
@@ -237,15 +237,17 @@ def _how_it_runs(config: Config, launch_config: torch_launcher.LaunchConfig, spa
     )
 
 
-def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bool, is_elastic: bool) -> str:
+def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bool, is_elastic: bool) -> Reason:
     """Why no rank of a job on several nodes is repaired; "" if they are.
 
     is_python    the ranks run Python: no --no-python
     is_elastic   --elastic: their number may change
     """
     if launch_config.min_nodes == 1 and not is_elastic:
-        return "with --nnodes 1:N their number is not fixed (--nnodes 2, or 2:3 for a spare)"
-    return "" if is_python else "on several nodes the ranks must run Python (not --no-python)"
+        return Reason("command-line", "with --nnodes 1:N their number is not fixed (--nnodes 2, or 2:3 for a spare)")
+    if not is_python:
+        return Reason("command-line", "on several nodes the ranks must run Python (not --no-python)")
+    return Reason()
 
 
 def _meeting_of(config: Config, launch_config: torch_launcher.LaunchConfig, args: list[str], page: str) -> Meeting:
@@ -311,7 +313,7 @@ def _supervise(
     node = supervisor.node
     goes_on = node.verdict is not None and node.verdict.kind == "leave"
     if goes_on or not node.is_concluded_elsewhere:  # once a job, not once a node
-        _say(reason, goes_on)
+        _say(reason, goes_on, node.verdict.reason_kind if node.verdict is not None else "")
     is_leader = not node.peers.is_follower and not node.is_deposed
     if outcomes is not None and is_leader and ReplacingAgent.has_started_ranks and not goes_on:
         outcomes.end(code, supervisor.run.status.step, reason)
@@ -383,14 +385,15 @@ def _run(
     return 0, "", False
 
 
-def _say(reason: str, goes_on: bool = False) -> None:
+def _say(reason: str, goes_on: bool = False, kind: str = "") -> None:
     """Say why the job has ended: once, and as its last word.
 
     goes_on   it has not, but this node has left it
+    kind      of the reason
     """
     if reason:
         what = "this node has left the job, which goes on" if goes_on else "the job has ended"
-        console.say(f"{what}: {reason}{pointer(reason)}", "WARNING" if goes_on else "ERROR")
+        console.say(f"{what}: {reason}{pointer(kind)}", "WARNING" if goes_on else "ERROR")
 
 
 def _code_of(error: ChildFailedError, has_progress: bool) -> int:

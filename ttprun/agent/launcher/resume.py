@@ -239,12 +239,12 @@ def check_records(stored: Stored, world_size: int, config: Config) -> tuple[str,
             recorder = Recorder(fd, slot_bytes)
             recorder.restore(stored.rank_part(rank))
             records = records_up_to(recorder, stored.boundary)
-            why_not = why_not_replayable(records)
+            why_not = str(why_not_replayable(records))
             for sentence, is_needed in refusals(records[-1].fields):
                 if sentence and (is_needed or config.proof == "strict"):
-                    why_not = why_not or sentence
+                    why_not = why_not or str(sentence)
                 elif sentence:
-                    without.append(sentence)
+                    without.append(str(sentence))
         except (RecordTooLargeError, ValueError, TypeError) as error:
             why_not = str(error)
         except KeyError as error:

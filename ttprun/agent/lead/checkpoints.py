@@ -246,7 +246,7 @@ class Checkpoints:
             names = replicas.missing(rank, writers)
             missing += [f"{name} (rank {rank})" for name in names]
             if not names:
-                missing.append(replicas.why_no_source(rank, writers))
+                missing.append(str(replicas.why_no_source(rank, writers)))
         return missing
 
     def drop(self) -> None:

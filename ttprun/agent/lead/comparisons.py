@@ -26,6 +26,7 @@ from ttprun.errors import in_short
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.topology import StateSource
 from ttprun.protocol import from_rank, node_orders, to_rank
+from ttprun.protocol.reason import Reason
 from ttprun.rank.checks.verification import PROOF_STEPS
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
 from ttprun.recovery.ways_back import may_rewind
@@ -116,7 +117,7 @@ class Comparisons:
         """Nothing is stored of parts that do not make one whole."""
         everyone = range(len(self._node.slots))
         cuts = [self._cuts.get(rank, {}) for rank in everyone]
-        self.why_not_stored = why_not_one_whole(self._looks.replicas.shards, cuts, self._names)
+        self.why_not_stored = str(why_not_one_whole(self._looks.replicas.shards, cuts, self._names))
         if self.why_not_stored:
             self._times.turn_off(self.why_not_stored)
 
@@ -148,8 +149,8 @@ class Comparisons:
         )
         self._mismatch(slot, reason)
 
-    def _mismatch(self, slot: RankSlot, reason: str) -> None:
-        report_mismatch(self._node, slot.rank, self._node.job.generation, reason)
+    def _mismatch(self, slot: RankSlot, what: str) -> None:
+        report_mismatch(self._node, slot.rank, self._node.job.generation, Reason("other-weights", what))
 
     def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
         """It is known who is a replica of whom: the machine, the ranks and the operator hear what is new."""

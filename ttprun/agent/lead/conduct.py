@@ -32,7 +32,7 @@ from ttprun.protocol import node_orders, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.patience import MOST_TIMES, Patience
 from ttprun.protocol.rank_events import Event
-from ttprun.protocol.reasons import pointer
+from ttprun.protocol.reason import Reason
 
 logger = logging.getLogger("ttprun")
 SAY_AFTER_S = 15.0
@@ -208,14 +208,14 @@ class Coordinator:
     def _finish(self, action: recovery.FinishJob) -> None:
         self.node.conclude(Verdict("done"))
 
-    def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
+    def _end_group(self, kind: str, reason: Reason, has_progress: bool = True) -> None:
         before = self.node.verdict
         if before is not None and (before.kind, kind) != ("restart", "fail"):
             return  # what led here comes first, and explains the rest; but a job that has been ended is not restarted
         if kind == "restart":  # why a job ends is said at its very end, by the launcher
-            logger.warning("all ranks start again: %s%s", reason, pointer(reason))
+            logger.warning("all ranks start again: %s%s", reason, reason.pointer)
         self.node.log("group_given_up", kind=kind, reason=reason)
-        self.node.conclude(Verdict(kind, reason, has_progress))
+        self.node.conclude(Verdict(kind, reason.text, has_progress, reason_kind=reason.kind))
 
     def _record(self, action: recovery.RecordIncident) -> None:
         """Let all who follow it know how an incident stands."""

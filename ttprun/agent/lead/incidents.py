@@ -14,7 +14,7 @@ from dataclasses import asdict, fields, replace
 from ttprun.agent.node.node import Node
 from ttprun.observe.status import IncidentStatus, ResumeStatus
 from ttprun.protocol.board import Field
-from ttprun.protocol.reasons import kind_of, pointer
+from ttprun.protocol.reason import Reason
 from ttprun.recovery import Incident, is_of_script
 
 logger = logging.getLogger("ttprun")
@@ -38,10 +38,10 @@ class NotProved:
     """What each rank has said, in its own words: "cache (sqlite3.Connection): it is in a file"."""
 
     def __init__(self) -> None:
-        self._of_ranks: dict[int, tuple[str, ...]] = {}
-        self._unrecorded: dict[int, tuple[str, ...]] = {}
+        self._of_ranks: dict[int, tuple[Reason, ...]] = {}
+        self._unrecorded: dict[int, tuple[Reason, ...]] = {}
         self._of_incidents: dict[int, tuple[str, ...]] = {}
-        self._said: set[str] = set()
+        self._said: set[Reason] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,8 +49,8 @@ class NotProved:
         return self._names_of(self._ranks)
 
     @property
-    def unrecorded(self) -> tuple[str, ...]:
-        """What of all ranks no replay could restore, a sentence each."""
+    def unrecorded(self) -> tuple[Reason, ...]:
+        """What of all ranks no replay could restore."""
         return tuple(
             dict.fromkeys(sentence for rank in sorted(self._unrecorded) for sentence in self._unrecorded[rank])
         )
@@ -59,7 +59,7 @@ class NotProved:
     def _ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self._of_ranks.keys() | self._unrecorded.keys()))
 
-    def take(self, rank: int, sentences: tuple[str, ...], is_unrecorded: bool = False) -> None:
+    def take(self, rank: int, sentences: tuple[Reason, ...], is_unrecorded: bool = False) -> None:
         """A rank has met such objects; the console gets each once.
 
         is_unrecorded   it could not restore them
@@ -67,15 +67,15 @@ class NotProved:
         (self._unrecorded if is_unrecorded else self._of_ranks)[rank] = sentences
         new = [sentence for sentence in sentences if sentence not in self._said]
         self._said.update(new)
-        for name in [name for name in new if name.endswith("written again")]:
+        for name in [name for name in new if name.kind == "written-again"]:
             new.remove(name)
-            logger.warning("if a rank is replaced: %s%s", name, pointer(name))
+            logger.warning("if a rank is replaced: %s%s", name, name.pointer)
         if new:
-            said = f"not proved: {'; '.join(grouped(new))}"
+            said = f"not proved: {'; '.join(grouped(map(str, new)))}"
             if is_unrecorded:
-                logger.warning("%s%s. %s", said, pointer(said), COST_OF_UNRECORDED)
+                logger.warning("%s%s. %s", said, new[0].pointer, COST_OF_UNRECORDED)
             else:
-                logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))
+                logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, new[0].pointer)
 
     def note_incident(self, incident: Incident) -> None:
         """An incident has gone on: what of its replays is not proved stays with it, whatever comes later."""
@@ -89,7 +89,7 @@ class NotProved:
 
     def _names_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         listed = (names for rank in ranks for names in (self._of_ranks.get(rank, ()), self._unrecorded.get(rank, ())))
-        return tuple(dict.fromkeys(name for names in listed for name in names))
+        return tuple(dict.fromkeys(str(name) for names in listed for name in names))
 
 
 class Incidents:
@@ -107,7 +107,7 @@ class Incidents:
         self.resume: ResumeStatus | None = None
         self.not_proved = NotProved()
         self.changes = 0
-        self._said: set[tuple[int, str, str]] = set()
+        self._said: set[tuple[int, Reason, str]] = set()
         self._unconfirmed: list[Incident] = []  # repaired, and no step has been completed since
 
     def note(self, incident: Incident) -> None:
@@ -142,7 +142,7 @@ class Incidents:
 
     def _note(self, incident: Incident) -> None:
         if not incident.id or (self.resume is not None and self.resume.outcome == "open"):
-            self.resume = ResumeStatus(incident.boundary, incident.outcome, incident.reason, incident.total_s)
+            self.resume = ResumeStatus(incident.boundary, incident.outcome, str(incident.reason), incident.total_s)
         if incident.id and incident.id not in self._incidents:
             self.changes += 1
         if incident.id:
@@ -163,16 +163,20 @@ class Incidents:
             is_new = what is not None and (incident.id, incident.reason, incident.phase) not in self._said
             self._said.add((incident.id, incident.reason, incident.phase))
             level = logging.WARNING if is_new else logging.INFO
-            logger.log(level, "%s: %s: %s%s", name, incident.reason, what or incident.phase, pointer(incident.reason))
+            logger.log(level, "%s: %s: %s%s", name, incident.reason, what or incident.phase, incident.reason.pointer)
             return
         outcome = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s"
         if incident.outcome != "recovered":
-            logger.warning("%s: %s", name, outcome)  # the reason is said where the ranks, or the job, are given up
+            # The reason is said where the ranks, or the job, are given up.
+            who = ", ".join([incident.kind, *(f"rank {rank}" for rank in incident.ranks)])
+            name = f"incident {incident.id} ({who})" if incident.id else name
+            what = "gave up" if incident.outcome == "failed" else "all ranks start again"
+            logger.warning("%s: %s after %.1f s, attempt %d", name, what, incident.total_s or 0.0, incident.attempt)
         elif incident.id:
             outcome += {True: " from a standby", False: " (no standby was ready)", None: ""}[incident.had_standby]
             outcome += f", {incident.steps_lost or 0} steps lost"
             outcome += f"; not proved: {'; '.join(grouped(uncompared))}" if uncompared else ""
-            logger.warning("%s: %s: %s%s", name, incident.reason, outcome, pointer(incident.reason))
+            logger.warning("%s: %s: %s%s", name, incident.reason, outcome, incident.reason.pointer)
         elif incident.boundary:
             logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
         else:
@@ -210,8 +214,9 @@ class Incidents:
     def _published(self, incident: Incident) -> IncidentStatus:
         values = {name: getattr(incident, name) for name in _PUBLISHED}
         equal, _ = self._compared.get(incident.id, ((), ()))
-        kind, not_proved = kind_of(incident.reason), self._not_proved_of(incident.id)
-        return IncidentStatus(**values, equal=tuple(equal), not_proved=not_proved, reason_kind=kind)
+        reason = incident.reason
+        values |= {"reason": reason.text, "reason_kind": reason.kind, "why": reason.first or reason.text}
+        return IncidentStatus(**values, equal=tuple(equal), not_proved=self._not_proved_of(incident.id))
 
     def _not_proved_of(self, number: int) -> tuple[str, ...]:
         """What of an incident is not proved: objects that are in no record, and what could not be compared."""

@@ -193,7 +193,7 @@ class NodeMembership:
     def _why_not_now(self) -> str:
         if self._node.board.get(LEADER, Field.APPLIED) == 0:
             return "the ranks have not completed an optimizer step yet"
-        return recovery.why_not_saved(self._node.job)
+        return str(recovery.why_not_saved(self._node.job))
 
     def _wait_for(self, why: str) -> None:
         if why and why != self.waits:
@@ -284,7 +284,7 @@ class NodeMembership:
         assert peers.pool is not None
         if order.is_back:
             policy = self._elasticity.policy = policy.with_refused(peers.size, time.monotonic())
-            self._leaving |= dict.fromkeys(self._newcomers, order.reason)
+            self._leaving |= dict.fromkeys(self._newcomers, str(order.reason))
         plan = policy.planned(self._observation())
         why_not = plan.why_not or self._why_not_resumed(order, plan)
         if why_not:
@@ -308,7 +308,7 @@ class NodeMembership:
                 generation=node.job.generation,
                 place=order.place,
                 boundary=order.boundary,
-                reason=order.reason,
+                reason=str(order.reason),
             )
             for number in range(plan.size)
         ]
@@ -321,8 +321,8 @@ class NodeMembership:
         for spare, theirs in zip(waiting, orders[len(plan.stay) :], strict=True):
             peers.pool.dismiss(spare, theirs)
         for number in plan.leave:
-            peers.send(number, meeting.Concluded("leave", order.reason, True, 0, signal.SIGUSR1))
-        node.conclude(Verdict("resize" if peers.node in plan.stay else "leave", order.reason, regroup=own))
+            peers.send(number, meeting.Concluded("leave", str(order.reason), True, 0, signal.SIGUSR1))
+        node.conclude(Verdict("resize" if peers.node in plan.stay else "leave", str(order.reason), regroup=own))
 
     def _why_not_resumed(self, order: recovery.Regroup, plan: MembershipPlan) -> str:
         """Why so many ranks cannot resume from the checkpoint, as far as that can be seen here; "" if they can."""

@@ -10,7 +10,7 @@ from ttprun.agent.node.node import Node
 from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol import from_rank
-from ttprun.protocol.reasons import pointer
+from ttprun.protocol.reason import Reason
 
 logger = logging.getLogger("ttprun")
 _MOST_RETURNS = 3  # of protection: a script may lose it in each epoch
@@ -22,13 +22,13 @@ class Protection:
     announced   why they cannot, as far as the console was told in this run
     """
 
-    def __init__(self, node: Node, own_states: OwnStates, announced: set[str]) -> None:
+    def __init__(self, node: Node, own_states: OwnStates, announced: set[Reason]) -> None:
         self._node = node
         self._own_states = own_states
         self._announced = announced
         self._returns = 0
 
-    def note_unprotected(self, slot: RankSlot, reason: str) -> None:
+    def note_unprotected(self, slot: RankSlot, reason: Reason) -> None:
         """No rank can be repaired any more."""
         node = self._node
         node.log("rank_unprotected", rank=slot.rank, reason=reason)
@@ -66,13 +66,13 @@ class Protection:
             more = "" if self._returns < _MOST_RETURNS else "; for further changes see 'ttprun status'"
             logger.warning("from step %d on a lost rank can be replaced%s", boundary, more)
 
-    def _announce(self, slot: RankSlot, why: str) -> None:
+    def _announce(self, slot: RankSlot, why: Reason) -> None:
         """Say on the console why no rank can be replaced now, and what that means; once, not once a rank."""
         job = self._node.job
         if why in self._announced or job.settings.rungs.isdisjoint(("replace", "rerun", "rewind")):
             return
         self._announced.add(why)
-        said = why + pointer(why)
+        said = f"{why}{why.pointer}"
         if recovery.is_alone(job, slot.rank) and job.settings.world_size > 1:
             kept = self._own_states.newest(slot)
             cost = recovery.cost_of_a_loss_alone(job, slot.rank, None, kept)

@@ -25,6 +25,7 @@ from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.groups.agreement import Agreed, Operation, expected_of
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.from_rank import GroupJournal
+from ttprun.protocol.reason import Reason
 
 
 class Repairs(ABC):
@@ -195,8 +196,12 @@ class Replays(Repairs):
             slot.send(replace(action, adapt=to_rank.Adapt(stored.origin.paths, node.config.resume_hyperparameters)))
             return
         if action.source == action.rank and slot.divergence:
-            reason = f"rank {action.rank} has diverged, and its mirror holds the same"
-            report_mismatch(node, action.rank, action.generation, reason)
+            report_mismatch(
+                node,
+                action.rank,
+                action.generation,
+                Reason("state-of-one-rank", f"rank {action.rank} has diverged, and its mirror holds the same"),
+            )
             return
         source, peers = action.source, None
         if source is not None and source != action.rank and not slot.divergence:

@@ -29,7 +29,7 @@ from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.rank_events import MismatchFound, RankEvent, StopAsked
-from ttprun.protocol.reasons import with_cure
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.recovery.journals import find_difference
 from ttprun.recovery.members import MemberFlag
@@ -164,7 +164,7 @@ class Reports:
     def _on_mismatch(self, slot: RankSlot, message: MismatchFound) -> None:
         if message.detail:
             self.node.log("mismatch_detail", rank=slot.rank, detail=message.detail)
-        reason = message.reason if message.is_near else with_cure(message.reason)
+        reason = message.reason if message.is_near else message.reason.with_cure()
         self.node.advance(replace(message, reason=reason, detail=""))
 
     def _on_replayed(self, slot: RankSlot, message: from_rank.RankReplayed) -> None:
@@ -183,11 +183,11 @@ class Reports:
         self.incidents.note_compared(slot.rank, message.equal, message.not_proved)
 
     def _on_not_proved(self, slot: RankSlot, message: from_rank.NotProved) -> None:
-        self.node.log("not_proved", rank=slot.rank, names=message.names)
+        self.node.log("not_proved", rank=slot.rank, names=[*map(str, message.names)])
         self.incidents.not_proved.take(slot.rank, message.names)
 
     def _on_not_recorded(self, slot: RankSlot, message: from_rank.NotRecorded) -> None:
-        self.node.log("not_recorded", rank=slot.rank, sentences=message.sentences)
+        self.node.log("not_recorded", rank=slot.rank, sentences=[*map(str, message.sentences)])
         self.incidents.not_proved.take(slot.rank, message.sentences, is_unrecorded=True)
 
     def _on_note(self, slot: RankSlot, message: from_rank.Note) -> None:
@@ -300,7 +300,8 @@ class Reports:
         fields: dict[str, Any] = {"at_s": time.monotonic(), "reason": difference.sentence}
         self.node.log("journals_differ", ranks=difference.ranks, **fields)
         if not difference.ranks:
-            self.node.advance(MismatchFound(rank=last.rank, generation=generation, **fields))
+            why = Reason("other-collective", difference.sentence)
+            self.node.advance(MismatchFound(at_s=fields["at_s"], rank=last.rank, generation=generation, reason=why))
         hung = []  # all known by their present processes, before the first one's is ended
         for odd in (self.node.slots[rank] for rank in difference.ranks):
             boundary = self.node.board.get(odd.rank, Field.APPLIED)

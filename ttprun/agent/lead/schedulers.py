@@ -192,7 +192,7 @@ class Scheduler:
         reason   who has asked
         """
         node = self._node
-        why_not = recovery.why_not_upgradable(node.job) or self._why_too_late()
+        why_not = str(recovery.why_not_upgradable(node.job)) or self._why_too_late()
         if why_not:
             node.log("upgrade_refused", reason=why_not)
         else:
@@ -223,12 +223,12 @@ class Scheduler:
             return "the ranks are paused, or about to be"
         if self._node.job.away:
             return "some ranks are away"
-        return recovery.why_not_replaceable(self._node.job, ranks) or self._why_not_repairable(ranks)
+        return str(recovery.why_not_replaceable(self._node.job, ranks)) or self._why_not_repairable(ranks)
 
     def _switch(self) -> None:
         """All ranks wait behind one step."""
         ranks, self._to_switch = self._to_switch, ()
-        why_not = recovery.why_not_replaceable(self._node.job, ranks)
+        why_not = str(recovery.why_not_replaceable(self._node.job, ranks))
         if why_not:
             self.pause.end()
             self._refuse_switch(ranks, why_not)
@@ -288,7 +288,7 @@ class Scheduler:
             failed = {"retry": _RETRY_FAILED, "recover": _ONLY_DUMP, "upgrade": _ONLY_DUMP, "downgrade": _ONLY_DUMP}
             is_done = incident.outcome == "recovered" and not (incident.kind == UPGRADE and away)
             code = _DONE if is_done else failed.get(self._strategy, _ONLY_EXIT)
-            self._report("report_result", code, incident.reason, ranks, self._strategy)
+            self._report("report_result", code, str(incident.reason), ranks, self._strategy)
 
     def _report(self, action: mindio.SchedulerAction, *arguments: Any) -> None:
         if self.rank is not None and self._node.slots[self.rank].is_present:

@@ -37,7 +37,7 @@ from ttprun.observe.status import (
 )
 from ttprun.protocol import node_orders
 from ttprun.protocol.board import FINISHED, Field, Phase
-from ttprun.protocol.reasons import kind_of
+from ttprun.protocol.reason import Reason
 from ttprun.recovery import Job, JobPhase, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
 from ttprun.recovery.job import name_ranks
 from ttprun.recovery.ways_back import may_rewind
@@ -191,10 +191,6 @@ class StatusPublisher:
         self.step = status.step
 
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
-        shown = self._compose_shown(state, exit_code, reason)
-        return replace(shown, reason_kind=kind_of(shown.reason) or kind_of(shown.protection))
-
-    def _compose_shown(self, state: RunState, exit_code: int | None, reason: str) -> RunStatus:
         own = self._compose_own(state, exit_code, reason)
         of_all = self._of_all
         if own.is_leading or of_all is None:
@@ -204,6 +200,7 @@ class StatusPublisher:
         return replace(
             of_all,
             **{name: getattr(own, name) for name in _OF_THIS_NODE},
+            reason_kind=own.reason_kind or of_all.reason_kind,
             state=of_all.state if exit_code is None else own.state,
             ranks=ranks,
         )
@@ -212,6 +209,7 @@ class StatusPublisher:
         node, job, of_group = self._node, self._node.job, self.of_group()
         peers = node.peers
         slots = node.here if peers.is_follower else node.slots
+        protection, verdict = self._protection(), node.verdict
         return RunStatus(
             run_id=node.config.run_id or node.run.path.name,
             state=state,
@@ -223,9 +221,11 @@ class StatusPublisher:
             restarts_left=of_group.restarts_left,
             standbys=self._standbys.ready,
             standby_state=self._standbys.state if exit_code is None else "",
-            protection=self._protection(),
+            protection=protection.text,
+            protection_kind=protection.kind,
+            reason_kind=(verdict.reason_kind if verdict else "") or protection.kind,
             exit_code=exit_code,
-            reason=reason or (node.verdict.reason if node.verdict else of_group.waits_for),
+            reason=reason or (verdict.reason if verdict else of_group.waits_for),
             ranks=tuple(_rank(node, slot, exit_code is not None, self._busy_shares) for slot in slots),
             incidents=self._incidents.published(),
             checkpoint=self._checkpoint_writer.status,
@@ -257,11 +257,12 @@ class StatusPublisher:
         }
         return tuple(pages.get(number, "") for number in range(peers.size)) if pages else ()
 
-    def _protection(self) -> str:
+    def _protection(self) -> Reason:
         """Whether the whole job is protected; the agent of the node that leads knows it."""
         node = self._node
         if node.peers.is_follower:
-            return f"not known here: the whole job is in the status of {node.peers.leaders_name}, whose agent leads"
+            where = f"the whole job is in the status of {node.peers.leaders_name}, whose agent leads"
+            return Reason(text=f"not known here: {where}")
         unseen = [slot.rank for slot in node.slots if not is_seen(node, slot)]
         if not node.slots:  # the ranks have not been started yet
             unseen = list(range(node.job.settings.world_size))
@@ -338,8 +339,8 @@ def _protection_of_rank(node: Node, slot: RankSlot) -> str:
 
 
 def protection_of(
-    job: Job, unseen: Sequence[int], unchecked: Sequence[int] = (), unrecorded: Sequence[str] = ()
-) -> str:
+    job: Job, unseen: Sequence[int], unchecked: Sequence[int] = (), unrecorded: Sequence[Reason] = ()
+) -> Reason:
     """ "on", or why a lost rank cannot be replaced, or cannot yet, or not at any moment.
 
     unseen       ranks that have not passed a step under their hooks
@@ -347,42 +348,47 @@ def protection_of(
     unrecorded   what no replay could restore, a sentence each
     """
     if "replace" not in job.settings.rungs and is_elastic(job) and not job.unprotected_reason:
-        return "off: a lost rank leaves with its replica, and the others continue"
+        return Reason("switched-off", "off: a lost rank leaves with its replica, and the others continue")
     if "replace" not in job.settings.rungs:
-        return "off: a lost rank restarts the whole group"
+        return Reason("switched-off", "off: a lost rank restarts the whole group")
     if job.replicas.needs_snapshots and not job.unprotected_reason:
         why = f"no other rank holds a rank's own {in_short(job.replicas.all_names)}"
         if may_rewind(job):
-            return f"on, but all ranks go back to the newest snapshot: {why}"
-        return f"off: {why}; if one is lost, {cost_of_a_loss(job)}"
+            return Reason("state-of-one-rank", f"on, but all ranks go back to the newest snapshot: {why}")
+        return Reason("state-of-one-rank", f"off: {why}; if one is lost, {cost_of_a_loss(job)}")
     if job.are_alone and not job.unprotected_reason:
         return _protection_of_alone(job)
     hindered = [member for member in job.members if member.hindrance]
     if hindered and not job.unprotected_reason:
         ranks = name_ranks(tuple(member.rank for member in hindered))
-        return f"off: {ranks} could not be replaced now: {job.hindrance}; if one is lost, {cost_of_a_loss(job)}"
+        why = f"{ranks} could not be replaced now: {job.hindrance}"
+        return job.hindrance.within(f"off: {why}; if one is lost, {cost_of_a_loss(job)}")
     if not job.unprotected_reason and (waited_for := [rank for rank in unseen if rank not in job.away]):
         whose = "" if len(waited_for) == len(job.members) else f" of {name_ranks(tuple(waited_for))}"
-        return f"not yet: no optimizer step{whose} so far"
+        return Reason("no-step-yet", f"not yet: no optimizer step{whose} so far")
     if job.unprotected_reason:
-        return f"off: {job.unprotected_reason}; if one is lost, {cost_of_a_loss(job)}"
+        why_not = job.unprotected_reason
+        return why_not.within(f"off: {why_not}; if one is lost, {cost_of_a_loss(job)}")
     if waited_for := [rank for rank in unchecked if rank not in job.away]:
-        return f"being checked: the records of {name_ranks(tuple(waited_for))} are being read back"
+        return Reason(
+            "being-checked", f"being checked: the records of {name_ranks(tuple(waited_for))} are being read back"
+        )
     if unrecorded:
         more = f" (and {len(unrecorded) - 1} more)" if len(unrecorded) > 1 else ""
-        return f"on, but a rank that is lost before the first loss of its step is not replaced: {unrecorded[0]}{more}"
-    return "on"
+        said = "on, but a rank that is lost before the first loss of its step is not replaced"
+        return unrecorded[0].within(f"{said}: {unrecorded[0]}{more}")
+    return Reason(text="on")
 
 
-def _protection_of_alone(job: Job) -> str:
+def _protection_of_alone(job: Job) -> Reason:
     """ "on", or why a lost rank of those that train each for itself begins anew."""
     for member in job.members:
         own = job.alone.get(member.rank)
-        why_not = member.hindrance or ("" if own is None else own.unprotected_reason)
+        why_not = member.hindrance or (Reason() if own is None else own.unprotected_reason)
         if why_not:
             cost = cost_of_a_loss_alone(job, member.rank, None)
-            return f"off: rank {member.rank} cannot be repaired ({why_not}); if it is lost, {cost}"
-    return "on"
+            return why_not.within(f"off: rank {member.rank} cannot be repaired ({why_not}); if it is lost, {cost}")
+    return Reason(text="on")
 
 
 def write_last_status(run: RunDirectory, exit_code: int, reason: str, is_stopped: bool) -> None:

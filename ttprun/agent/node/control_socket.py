@@ -196,7 +196,7 @@ class Requests:
         elif job.phase is not recovery.JobPhase.RUNNING:
             why_not = f"the job is {job.phase}; ask again"
         else:
-            why_not = recovery.why_not_saved(job)
+            why_not = str(recovery.why_not_saved(job))
         if why_not:
             return Rejected(why_not)
         number = 0 if self.checkpoint_writer.status is None else self.checkpoint_writer.status.number

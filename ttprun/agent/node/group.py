@@ -37,6 +37,7 @@ from ttprun.agent.node.stored_states import new_buffers
 from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.agent.node.verdict import NewGroup
 from ttprun.chaos.injections import Injections
+from ttprun.protocol.reason import Reason
 from ttprun.state.store import CheckpointStore
 
 
@@ -62,7 +63,7 @@ class Run:
         self.unseen = UnhookedRanks(node)
         self.status = StatusPublisher(node, self.incidents, self.standbys, self.checkpoint_writer)
         self.requests = Requests(node, self.checkpoint_writer, self.quiesce_schedule)
-        self.announced: set[str] = set()
+        self.announced: set[Reason] = set()
         node.domains.clean_with("standbys", self.standby_watch.begin_anew)
 
 

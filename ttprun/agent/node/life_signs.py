@@ -109,7 +109,8 @@ def _stat(path: str) -> list[str]:
 
 
 KERNEL_LOG = Path("/dev/kmsg")
-_CRASHES = {
+CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+_WORDS = {
     signal.SIGSEGV: "crashed in native code",
     signal.SIGBUS: "crashed in native code, or its shared memory is full",
     signal.SIGILL: "crashed in native code",
@@ -140,7 +141,7 @@ class Causes:
             return self._of_memory(pid)
         with contextlib.suppress(ValueError):
             name = signal.Signals(number)
-            return f"{name.name}, {_CRASHES[name]}" if name in _CRASHES else name.name
+            return f"{name.name}, {_WORDS[name]}" if name in _WORDS else name.name
         return ""
 
     def _of_memory(self, pid: int) -> str:

@@ -34,7 +34,7 @@ from ttprun.protocol.board import FINISHED, Board, Field
 from ttprun.protocol.from_rank import ScriptError
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.rank_events import Event, MismatchFound, RankExited
-from ttprun.protocol.reasons import kind_of
+from ttprun.protocol.reason import Reason
 
 _LOOK_AGAIN_S = 0.05
 _LAST_PHASES = (recovery.JobPhase.PERSISTING, recovery.JobPhase.DRAINING, recovery.JobPhase.FAILED)
@@ -198,7 +198,8 @@ class Node:
         self.verdict = verdict
         self.is_settled.set()
         code = 1 if self.first_failure.found is None else self.first_failure.found.exit_code
-        self.peers.conclude(meeting.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by))
+        how = (verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by, verdict.reason_kind)
+        self.peers.conclude(meeting.Concluded(*how))
 
     def advance(self, event: Event) -> None:
         """This agent leads, and the state machine has to answer this; within a decision it is next."""
@@ -217,11 +218,12 @@ class Node:
         self.peers.watch(self.selector, self.role.take, self.role.lose, self.role.welcome)
 
     def log(self, event: str, **fields: object) -> None:
-        """Append to the event log, with the kind of the reason if it has one."""
-        reason_kind = kind_of(str(fields.get("reason") or ""))
-        kind: dict[str, object] = {"reason_kind": reason_kind} if reason_kind else {}
+        """Append to the event log; a reason is written as its sentence, with its kind beside it if it has one."""
+        reason = fields.get("reason")
+        if isinstance(reason, Reason):
+            fields |= {"reason": reason.text} | ({"reason_kind": reason.kind} if reason.kind else {})
         with self._log_lock:
-            self._events.append(event, **{"at_s": time.monotonic()} | kind | fields)
+            self._events.append(event, **{"at_s": time.monotonic()} | fields)
 
     def remove_left_files(self, pid: int = 0, limit_s: float = 0.0) -> None:
         """Remove what dead DataLoader workers of this run have left in shared memory.
@@ -324,7 +326,7 @@ def log_exit(node: Node, event: RankExited, where: Mapping[str, int]) -> None:
     node.log("rank_exited", rank=event.rank, pid=event.pid, **where, **fields, at_s=event.at_s)
 
 
-def report_mismatch(node: Node, rank: int, generation: int, reason: str) -> None:
+def report_mismatch(node: Node, rank: int, generation: int, reason: Reason) -> None:
     """A rank is not what it should be: it cannot be repaired in this way.
 
     rank         global
@@ -336,7 +338,9 @@ def report_mismatch(node: Node, rank: int, generation: int, reason: str) -> None
 
 def refuse_stored(node: Node, rank: int, generation: int, error: Exception) -> None:
     """What a rank is to go back to cannot be used."""
-    report_mismatch(node, rank, generation, f"its stored state cannot be used: {error}")
+    report_mismatch(
+        node, rank, generation, Reason("stored-state-unusable", f"its stored state cannot be used: {error}")
+    )
 
 
 def refuse(node: Node, rank: int, reason: str) -> None:

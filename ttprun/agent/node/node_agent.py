@@ -36,6 +36,7 @@ from ttprun.protocol import channel, from_rank, node_orders, node_reports, proce
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.inheritance import Left
 from ttprun.protocol.rank_events import RankExited, SpawnFailed
+from ttprun.protocol.reason import Reason
 from ttprun.state.checkpoint import inspect
 from ttprun.state.files import FileEntry, write_file
 
@@ -120,7 +121,7 @@ class NodeAgent(NodeActuator):
             case node_reports.Said(rank=rank, message=message):
                 self._note_said(self.node.slots[rank], message)
             case RankExited(rank=rank, reason=reason):
-                self.note(rank, code=report.exit_code, reason=reason)
+                self.note(rank, code=report.exit_code, reason=reason, crashed_at=report.crashed_at)
         self.node.role.take_own(report)
 
     def note(self, rank: int, **changes: Any) -> None:
@@ -280,7 +281,7 @@ class NodeAgent(NodeActuator):
                 return
             mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
             if mirror is None:
-                why_not = self.mirrors.why_not_held(order.rank, order.boundary)
+                why_not = Reason("state-of-one-rank", self.mirrors.why_not_held(order.rank, order.boundary))
             elif mirror.is_step:
                 order = replace(order, step_from=mirror.path)
             else:

@@ -18,6 +18,7 @@ from ttprun.capture.records.packing import pack
 from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
+from ttprun.protocol.reason import Reason
 
 
 def give_copy(node: Node, rank: int) -> str:
@@ -60,14 +61,14 @@ def fingerprint_of(node: Node, slot: RankSlot, boundary: int) -> str:
     return hashlib.sha256(pack([record.weights, record.held, record.stepped])).hexdigest()
 
 
-def why_not_alike(order: to_rank.Replay, mine: str) -> str:
+def why_not_alike(order: to_rank.Replay, mine: str) -> Reason:
     """Why a lost rank's record shows that it was no replica of its source; "" if it was.
 
     mine   the fingerprint of the lost rank's record
     """
     if not mine:
-        return f"rank {order.rank} has left no record of boundary {order.boundary}"
+        return Reason("not-compared", f"rank {order.rank} has left no record of boundary {order.boundary}")
     if order.fingerprint is None or mine == order.fingerprint:
-        return ""
+        return Reason()
     differ = f"rank {order.rank} and rank {order.source} held different weights at boundary {order.boundary}"
-    return f"{differ}: they do not replicate each other"
+    return Reason("other-weights", f"{differ}: they do not replicate each other")

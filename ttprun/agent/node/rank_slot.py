@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttprun.agent.between.peers import Peers, RemoteHandler
-from ttprun.agent.node import stack_dumps
+from ttprun.agent.node import life_signs, stack_dumps
 from ttprun.agent.node.rank_processes import RankHandler, kill_session
 from ttprun.agent.node.stored_states import Stored
 from ttprun.capture.records.recorder import Recorder
@@ -99,6 +99,7 @@ class RankSlot:
     journal: dict[str, GroupJournal] = field(default_factory=dict)
     divergence: str = ""
     lost_boundary: int = 0
+    frame: str = ""
     copies_fd: int = -1
     elsewhere: Elsewhere | None = None
 
@@ -146,7 +147,7 @@ class RankSlot:
         self.killed_at_s = math.inf
         self.is_spawn_due = False
         self.held = None
-        self.script_error = self.device_fault = self.traceback = ""
+        self.script_error = self.device_fault = self.traceback = self.frame = ""
         self.main_thread = 0
         self.reported_in = -1
         self.journal = {}
@@ -268,6 +269,7 @@ class RankSlot:
             is_script_error=not self.device_fault and (bool(self.script_error) or (code > 0 and not self.is_protected)),
             device_fault=self.device_fault,
             reason=reason,
+            crashed_at=reason if -code in life_signs.CRASHES and self.frame else "",
         )
 
     def begin_elsewhere(self, pid: int) -> None:
@@ -347,7 +349,7 @@ class RankSlot:
             return self.script_error
         stack = "" if of_signal is None else stack_dumps.left_behind(self.stack_fd)
         crashed, main = stack_dumps.current_thread_of(stack), stack_dumps.main_thread_of(stack, self.main_thread)
-        frame = stack_dumps.innermost_user_frame(crashed) or stack_dumps.innermost_user_frame(main)
+        self.frame = stack_dumps.innermost_user_frame(crashed) or stack_dumps.innermost_user_frame(main)
         own = stack_dumps.of_the_user(crashed)
         self.traceback = f"The script, most recent call first:\n{own}\n\n{stack}" if own else stack
-        return ", in ".join(filter(None, (of_signal, frame)))
+        return ", in ".join(filter(None, (of_signal, self.frame)))

@@ -18,7 +18,7 @@ from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol.board import Field
 from ttprun.protocol.from_rank import RankUnprotected
 from ttprun.protocol.node_reports import Said
-from ttprun.protocol.reasons import pointer
+from ttprun.protocol.reason import Reason
 from ttprun.rank.bootstrap import unhooked
 from ttprun.recovery import JobPhase
 
@@ -36,7 +36,7 @@ class UnhookedRanks:
         self._next_s = 0.0
         self._images: dict[int, str] = {}  # pid -> the program that has greeted
         self._reported: set[int] = set()  # pids
-        self._suspects: dict[int, str] = {}  # pid -> why, if the rank should train there
+        self._suspects: dict[int, Reason] = {}  # pid -> why, if the rank should train there
         self._since_s: float | None = None  # when the run's first process has greeted; None: never, or it was said
 
     def note_present(self, slot: RankSlot) -> None:
@@ -58,18 +58,18 @@ class UnhookedRanks:
         if self._since_s is not None and now >= self._since_s + NO_STEP_S:
             self._since_s = None
             if not any(self._node.board.get(slot.rank, Field.APPLIED) for slot in self._node.here):
-                why = "no optimizer step so far"
+                why = Reason("no-step-yet", "no optimizer step so far")
                 logger.warning(
                     "%s, after %.0f s: until there is one, nothing is saved, not even at a signal. If the script "
                     "trains without an optimizer of torch (weights by hand, another library), let it save by itself%s",
-                    *(why, NO_STEP_S, pointer(why)),
+                    *(why, NO_STEP_S, why.pointer),
                 )
 
     def settle(self) -> None:
         """A rank is lost: whoever may have trained unseen by then is taken to have done so."""
         for slot in self._node.here if self._node.is_python else ():
             self._look_at(slot)
-            why = self._suspects.get(slot.pid, "")
+            why = self._suspects.get(slot.pid)
             if why and not slot.is_protected:
                 self._report(slot, why)
 
@@ -80,9 +80,12 @@ class UnhookedRanks:
             if self._lives_on(slot, slot.hung_up_at_s):
                 self._report(
                     slot,
-                    "it has closed its connection to ttprun: it has replaced itself by another program (exec), or has "
-                    "closed all of its file descriptors; start that program by ttprun (now it is "
-                    f"{unhooked.command_of(slot.pid)})",
+                    Reason(
+                        "hooks-missing",
+                        "it has closed its connection to ttprun: it has replaced itself by another program (exec), or "
+                        "has closed all of its file descriptors; start that program by ttprun (now it is "
+                        f"{unhooked.command_of(slot.pid)})",
+                    ),
                 )
         elif not slot.is_present and not self._is_ours(slot):
             why = why_silent(slot.pid)
@@ -118,24 +121,25 @@ class UnhookedRanks:
         else:
             self._suspects.pop(slot.pid, None)
 
-    def _report(self, slot: RankSlot, why: str) -> None:
+    def _report(self, slot: RankSlot, why: Reason) -> None:
         if slot.pid in self._reported:
             return
         self._reported.add(slot.pid)
         self._node.report(Said(slot.rank, slot.pid, RankUnprotected(why)))
 
 
-def why_silent(pid: int) -> str:
+def why_silent(pid: int) -> Reason:
     """Why a process that uses torch will never load our hooks; "" if it still may."""
     if not unhooked.has_torch(pid):
-        return ""
+        return Reason()
     option = unhooked.why_skipped(unhooked.words_of(pid))
     if option:
         return option
     is_cut_off = SHIM not in unhooked.environment_of(pid).get("PYTHONPATH", "").split(os.pathsep)
     if not is_cut_off and not unhooked.seems_to_train(pid):  # a .pth file may import torch before our `sitecustomize`
-        return ""
-    return (
+        return Reason()
+    return Reason(
+        "hooks-missing",
         f"it uses torch, and its Python ({unhooked.command_of(pid)}) has not loaded ttprun's hooks: something has "
-        "removed ttprun's folder from PYTHONPATH, or site-packages are switched off"
+        "removed ttprun's folder from PYTHONPATH, or site-packages are switched off",
     )

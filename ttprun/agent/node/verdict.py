@@ -48,12 +48,14 @@ class Verdict:
     reason        a sentence; empty for "done"
     has_progress  False: the same fault came back, the scheduler should not requeue
     regroup       the order to take part in the next group, with "resize"
+    reason_kind   of the reason, see protocol/reasons.py; "": none
     """
 
     kind: str
     reason: str = ""
     has_progress: bool = True
     regroup: Regroup | None = None
+    reason_kind: str = ""
 
 
 _OF_A_PEER = re.compile(r"connection (was lost|closed|reset|refused)|timed out|broken pipe", re.IGNORECASE)

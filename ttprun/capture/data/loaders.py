@@ -39,6 +39,7 @@ from ttprun.introspect.costs import DATA
 from ttprun.introspect.frames import location_key
 from ttprun.introspect.looks import attributes_of
 from ttprun.introspect.unseen import unseen
+from ttprun.protocol.reason import Reason
 
 _iterators: list[weakref.ref[Any]] = []  # a WeakSet's emptiness check takes ten times as long
 _made: Counter[str] = Counter()
@@ -48,7 +49,7 @@ _earlier: dict[tuple[Any, ...], list[str]] = {}  # loader's name: where iterator
 _MOST_EARLIER = 64  # of one loader
 _has_stepped = False
 _is_making = False  # an iterator, which may read ahead itself
-_not_recorded: list[str] = []  # loaders whose next batches may be others, and why
+_not_recorded: list[Reason] = []  # loaders whose next batches may be others, and why
 _draining = 0  # number of next boundaries whose steps train on batches of an iterator that has ended
 
 
@@ -88,7 +89,11 @@ def wrap_iter(original: Any) -> Any:
         try:
             began = _beginning(self, name)
         except Exception as error:  # fail open
-            session.give_up_protection(f"the state of the DataLoader made at {name[0]} cannot be recorded: {error!r}")
+            session.give_up_protection(
+                Reason(
+                    "state-unreadable", f"the state of the DataLoader made at {name[0]} cannot be recorded: {error!r}"
+                )
+            )
             return original(self)
         began["workers"] = _workers_key(self)
         iterator = _make(original, self, workers.Making(tuple(began["workers"])))
@@ -118,7 +123,7 @@ def _make(original: Any, loader: DataLoader[Any], making: workers.Making) -> Any
 
 def _refuse(error: workers.OtherBatchError) -> None:
     if (session := current()) is not None:
-        session.training.refuse(str(error))
+        session.training.refuse(Reason("other-batch", str(error)))
 
 
 def _workers_key(loader: DataLoader[Any]) -> list[int]:
@@ -404,7 +409,8 @@ def note_boundary() -> bool:
 def _name(iterator: Any, place: str, why: str) -> None:
     """The batches of a loader are not shown to be the lost rank's."""
     where = place.rpartition("|")[2].rpartition("/")[2]
-    name = f"the loader of {where} ({type(iterator).__module__}.{type(iterator).__qualname__}): {why}"
+    kind = f"{type(iterator).__module__}.{type(iterator).__qualname__}"
+    name = Reason("hidden-state", f"the loader of {where} ({kind}): {why}")
     if name not in _not_recorded and len(_not_recorded) < _MOST_EARLIER:
         _not_recorded.append(name)
 
@@ -416,7 +422,7 @@ def _meet_stranger(iterator: Any) -> dict[str, Any]:
     return {"name": [place, 0]}
 
 
-def not_proved() -> list[str]:
+def not_proved() -> list[Reason]:
     """The loaders of the script whose batches a replacement may get otherwise."""
     return list(_not_recorded)
 

@@ -33,6 +33,7 @@ import xxhash
 from ttprun.introspect import fail_open
 from ttprun.introspect.frames import location_key
 from ttprun.introspect.whose import has_muted_effects
+from ttprun.protocol.reason import Reason
 
 MOST = 20_000  # answers that are kept
 MOST_BYTES = 4 << 20  # of them
@@ -298,12 +299,13 @@ def _stop_at(line: int, shown: str) -> None:
             _write(line, [0, 0, None])
 
 
-def not_proved() -> list[str]:
+def not_proved() -> list[Reason]:
     """The lines that have asked so much that a replacement is answered there as the file system is then."""
     if _log.stores is None:
         _log.stores = _open_stores()
-    many = [f"what {shown} asks the file system (more than {MOST_AT_ONE_LINE} answers)" for shown in _log.not_kept]
-    return many + _log.stores
+    more = f"asks the file system (more than {MOST_AT_ONE_LINE} answers)"
+    many = [Reason("hidden-state", f"what {shown} {more}") for shown in _log.not_kept]
+    return many + [Reason("written-again", store) for store in _log.stores]
 
 
 def _open_stores() -> list[str]:

@@ -24,6 +24,7 @@ from ttprun.capture.effects import file_answers
 from ttprun.capture.effects.file_answers import MISSING, Question, is_called_by_user
 from ttprun.introspect import fail_open
 from ttprun.introspect.signal_handlers import call_through, gate
+from ttprun.protocol.reason import pointer
 
 ASKING = ("stat", "lstat", "access", "readlink", "listdir", "scandir")
 MOST_NAMES, MOST_WITH_SIZES = 2_000, 256  # of a folder that is listed
@@ -286,7 +287,9 @@ def note_changed(path: Any) -> None:
     """A replay cannot give the script what it has found there at first."""
     session = fail_open.session_now()
     if session is not None:
-        session.mode.note_not_proved(f"{os.fspath(path)} has changed since the set-up looked at it")
+        session.mode.note_not_proved(
+            f"{os.fspath(path)} has changed since the set-up looked at it{pointer('file-changed')}"
+        )
 
 
 def _status(fields: list[int]) -> os.stat_result:

@@ -28,6 +28,7 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import signal_handlers
 from ttprun.introspect.frames import location_key
 from ttprun.protocol.board import Field
+from ttprun.protocol.reason import Reason
 
 _LAST_LINES, _LAST_BYTES = 3, 2000
 _ROOM_BYTES = 64 << 10  # that a replay log may take on the disk, to begin with
@@ -175,12 +176,14 @@ def note_lines() -> None:
         setattr(sys, name, new)
 
 
-def why_not_noted() -> str:
+def why_not_noted() -> Reason:
     """Why lines would be lost or printed twice if this rank were replaced; "" if they would not."""
     for name, stream in _streams.items():
         if stream.is_elsewhere():
-            return f"the script has redirected {name} (os.dup2 to descriptor {stream.fileno()})"
-    return ""
+            return Reason(
+                "output-redirected", f"the script has redirected {name} (os.dup2 to descriptor {stream.fileno()})"
+            )
+    return Reason()
 
 
 def resume_from(recorder: Recorder, boundary: int) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from ttprun.capture.records.nodes import Node
 from ttprun.capture.records.packing import unpack_as
+from ttprun.protocol.reason import Reason
 
 RngState = dict[str, Any]
 Scope = dict[str, Node]  # name -> node
@@ -94,7 +95,7 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     """All that is written at a boundary, beside the blobs.
 
     boundary         its number
-    unfollowed       why no replay can come here; "" if one may
+    unfollowed       why no replay can come here, and the kind of that reason; "" if one may
     generator_loops  active loops in suspended generators of the user's
     rng              states of the global random generators
     loaders          of each iterator over a DataLoader in use: see data/loaders.py
@@ -110,7 +111,7 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     kept             copies of the weights are made after each step
     entropy          how often the script has drawn from os.urandom in the step
     is_straight      a replay goes directly here: nothing earlier is used
-    not_proved       what can change and is not recorded, by name
+    named            what can change and is not recorded
     is_draining      batches of an ended loader are trained on
     stepping         number of the optimizer that is about to step; None: it is not known
     is_before_step   the optimizer communicates inside step(): the boundary lies before the step, not after it
@@ -119,6 +120,7 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
 
     boundary: int
     unfollowed: str
+    unfollowed_kind: str = "loop-not-followed"
     generator_loops: list[LoopRecord]
     rng: RngState
     loaders: list[dict[str, Any]]
@@ -131,7 +133,7 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     kept: bool
     entropy: int
     is_straight: bool = False
-    not_proved: list[str] = []
+    named: list[Reason] = []
     loaders_made: dict[str, int] = {}
     groups_made: dict[str, int] = {}
     held: bytes = b""

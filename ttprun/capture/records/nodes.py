@@ -12,6 +12,8 @@ from typing import Any, NewType, TypeAlias, Union
 
 import msgspec
 
+from ttprun.protocol.reason import Reason
+
 
 class AnyNode(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What all nodes but the scalars are."""
@@ -80,9 +82,19 @@ class EffectNode(AnyNode, frozen=True, gc=False, tag="~"):
 
 
 class RefusedNode(AnyNode, frozen=True, gc=False, tag="!"):
-    """Cannot be recorded."""
+    """Cannot be recorded.
+
+    why    continues "it"
+    about  kind of that reason
+    """
 
     why: str = ""
+    about: str = "value-not-recorded"
+
+    def reason(self, name: str) -> Reason:
+        """Why the value of this name cannot be recorded, and what to do."""
+        reason = Reason(self.about, f"{name} cannot be recorded: it {self.why}")
+        return reason.within(f"{reason}; {reason.cure}")
 
 
 class ClosedNode(AnyNode, frozen=True, gc=False, tag="c"):

@@ -28,6 +28,7 @@ import xxhash
 
 from ttprun.capture.records.boundary_record import BoundaryRecord, Record
 from ttprun.capture.records.evidence import REGION_BYTES, Evidence
+from ttprun.protocol.reason import Reason
 
 SLOTS = 4
 FIRST = SLOTS  # the slot after those of the newest boundaries
@@ -403,22 +404,24 @@ def _record_to_begin_at(recorder: Recorder, target: Record) -> Record | None:
     return read_record(recorder, number - 1) if number > 1 else None
 
 
-def why_never(record: BoundaryRecord) -> str:
+def why_never(record: BoundaryRecord) -> Reason:
     """Why no replay can reach the place of a record; "" if one may."""
-    return record.unfollowed
+    return Reason(record.unfollowed_kind, record.unfollowed)
 
 
-def why_other_numbers(record: BoundaryRecord) -> str:
+def why_other_numbers(record: BoundaryRecord) -> Reason:
     """Why the step before a record cannot be run again; "" if it can."""
     return (
-        "the script draws from os.urandom in its steps, which gives other numbers each time" if record.entropy else ""
+        Reason("random-draws", "the script draws from os.urandom in its steps, which gives other numbers each time")
+        if record.entropy
+        else Reason()
     )
 
 
-def why_not_replayable(records: Sequence[Record]) -> str:
+def why_not_replayable(records: Sequence[Record]) -> Reason:
     """Why a replay over these records would be refused; "" if they contain no reason."""
     fields = [record.fields for record in records]
     first, target = fields[0], fields[-1]
     reasons = [why_never(first), why_never(target)]
     reasons += [why_other_numbers(record) for record in fields if record is not first or record is target]
-    return next(filter(None, reasons), "")
+    return next(filter(None, reasons), Reason())

@@ -17,9 +17,10 @@ from ttprun.capture.records.boundary_record import BoundaryRecord, Record
 from ttprun.capture.values import Restore
 from ttprun.introspect import random_state
 from ttprun.introspect.frames import place, user_frames
+from ttprun.protocol.reason import Reason
 
 
-def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_target: bool = False) -> str:
+def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_target: bool = False) -> Reason:
     """How the positions of the code and its loops differ from a record's, "" if they are the same.
 
     is_before_target   do not compare items of iterators that are about to be restored, such as a counting generator
@@ -27,7 +28,7 @@ def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_targ
     frames = user_frames(frame)
     here = place(frames)
     if here != record.place:
-        return f"it is at {_shown(here)}, the lost rank was at {_shown(record.place)}"
+        return Reason("other-place", f"it is at {_shown(here)}, the lost rank was at {_shown(record.place)}")
     for user_frame, recorded in zip(frames, record.loops, strict=True):
         active = loops.of_frame(user_frame)
         positions = [[loop.site.key, loop.position, loop.current] for loop in active]
@@ -37,25 +38,25 @@ def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_targ
                 if loop.over is not None:
                     expected[at][2] = positions[at][2]
         if positions != expected:
-            return f"its loops are at {positions}, the lost rank's at {expected}"
-    return ""
+            return Reason("other-place", f"its loops are at {positions}, the lost rank's at {expected}")
+    return Reason()
 
 
-def difference_of_stepping(record: BoundaryRecord, number: int | None) -> str:
+def difference_of_stepping(record: BoundaryRecord, number: int | None) -> Reason:
     """Another optimizer than in a record is about to step at the same place: e.g. several do in a hook of the backward.
 
     number   of the one that is about to step; None: it is not known
     """
     if None in (number, record.stepping) or number == record.stepping:
-        return ""
-    return f"optimizer {number} steps there, in the lost rank it was optimizer {record.stepping}"
+        return Reason()
+    return Reason("other-place", f"optimizer {number} steps there, in the lost rank it was optimizer {record.stepping}")
 
 
 def _shown(where: list[list[Any]]) -> str:
     return " > ".join(f"{function}:{line}" for _, function, line in where) or "(no user code)"
 
 
-def difference_of_batches(record: BoundaryRecord, before: BoundaryRecord | None, is_target: bool) -> str:
+def difference_of_batches(record: BoundaryRecord, before: BoundaryRecord | None, is_target: bool) -> Reason:
     """How what the DataLoaders have yielded differs from a record, "" if it does not.
 
     before      where the replay began; None: from the top
@@ -67,29 +68,32 @@ def difference_of_batches(record: BoundaryRecord, before: BoundaryRecord | None,
         mine = _by_name(loaders.records())
     yielded, expected = ([[it["name"], it["yielded"]] for it in records] for records in (mine, lost))
     if [count for _, count in yielded] != [count for _, count in expected]:
-        return f"its DataLoaders have yielded {yielded}, the lost rank's {expected}"
+        return Reason("other-batch", f"its DataLoaders have yielded {yielded}, the lost rank's {expected}")
     used = {tuple(it["name"]): it["yielded"] for it in before.loaders} if before else {}
     if is_target and any(
         here["batch"] != there["batch"] and there["yielded"] != used.get(tuple(there["name"]))
         for here, there in zip(mine, lost, strict=True)
     ):
-        return "a DataLoader has yielded another batch than in the lost rank"
-    return ""
+        return Reason("other-batch", "a DataLoader has yielded another batch than in the lost rank")
+    return Reason()
 
 
-def difference_of_optimizers(record: BoundaryRecord, optimizers: Optimizers) -> str:
+def difference_of_optimizers(record: BoundaryRecord, optimizers: Optimizers) -> Reason:
     """How the script's optimizers differ from a record's in their parameters, "" if they do not."""
     counts = [parameters for parameters, _ in optimizers.counts_now()]
     before = [parameters for parameters, _ in record.stepped]
     if len(counts) != len(before):
-        return f"the script has made {len(counts)} optimizers in the replay, {len(before)} before"
+        return Reason(
+            "made-inside-the-loop", f"the script has made {len(counts)} optimizers in the replay, {len(before)} before"
+        )
     for index, (here, lost) in enumerate(zip(counts, before, strict=True)):
         if here != lost:
-            return (
+            return Reason(
+                "made-inside-the-loop",
                 f"optimizer {index} has {lost} parameters in the lost rank and {here} in the replay, which skips "
-                "earlier steps: add parameters (add_param_group) before the first step"
+                "earlier steps: add parameters (add_param_group) before the first step",
             )
-    return ""
+    return Reason()
 
 
 def _by_name(iterators: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -147,8 +151,11 @@ class Findings:
         difference = f"the replay has other random states ({', '.join(differing)}) than the lost rank {at}"
         if not self._is_decisive():
             self._refuse(
-                f"the script cannot be replayed: {difference}: its draws depend on something that is not recorded, or "
-                "on the weights; and the lost rank has left no evidence of the next step"
+                Reason(
+                    "other-random-states",
+                    f"the script cannot be replayed: {difference}: its draws depend on something that is not "
+                    "recorded, or on the weights; and the lost rank has left no evidence of the next step",
+                )
             )
         self.not_proved.append(f"{difference}; they were set to the lost rank's")
 
@@ -162,13 +169,15 @@ class Findings:
         self.not_proved += [name for name in restore.named if name not in self.not_proved]
         if not (doubts or unrecorded):
             return
-        shown = "; ".join([*doubts, *unrecorded][:_MOST_DOUBTS])
+        first, shown = (doubts or unrecorded)[0], "; ".join(map(str, [*doubts, *unrecorded][:_MOST_DOUBTS]))
         if self._is_strict:
-            self._refuse(f"the script cannot be replayed: {shown}")
+            self._refuse(first.within(f"the script cannot be replayed: {shown}"))
         if is_joining and not self._is_decisive():
             self._refuse(
-                f"{shown}; and the lost rank had left no loss of its step that would show whether this matters",
+                first.within(
+                    f"{shown}; and the lost rank had left no loss of its step that would show whether this matters"
+                ),
                 is_contradiction=False,
             )
         more = [f"and {len(doubts) - _MOST_DOUBTS} more variables"] if len(doubts) > _MOST_DOUBTS else []
-        self.not_proved += doubts[:_MOST_DOUBTS] + more
+        self.not_proved += [*map(str, doubts[:_MOST_DOUBTS]), *more]

@@ -16,6 +16,7 @@ from ttprun.capture.position import loops
 from ttprun.capture.records.boundary_record import LoopRecord, Record
 from ttprun.introspect import random_state
 from ttprun.introspect.frames import location_key, place, user_frames
+from ttprun.protocol.reason import Reason
 
 _MOST_SKIPS = 100_000  # of one loop: a `while` loop around it may count by itself
 _EARLY = object()  # a loop inside one that has not come to the lost rank's position: it runs as in a run
@@ -35,7 +36,7 @@ class Jumps:
     loops_used  the recorded loops that it has jumped into, by id
     """
 
-    def __init__(self, before: Record, jump: Callable[..., Any], refuse: Callable[[str], None]) -> None:
+    def __init__(self, before: Record, jump: Callable[..., Any], refuse: Callable[[Reason], None]) -> None:
         self._before = before
         self._jump = jump
         self._refuse = refuse
@@ -70,8 +71,11 @@ class Jumps:
         self._skipped[site.key] += 1
         if self._skipped[site.key] > _MOST_SKIPS:
             self._refuse(
-                f"the replay does not get past the loop at {site.key}, which the lost rank had finished: a `while` "
-                "loop around it depends on its steps; write that one as a `for` loop"
+                Reason(
+                    "other-place",
+                    f"the replay does not get past the loop at {site.key}, which the lost rank had finished: a "
+                    "`while` loop around it depends on its steps; write that one as a `for` loop",
+                )
             )
         return _Skip
 

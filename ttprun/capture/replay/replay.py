@@ -35,6 +35,7 @@ from ttprun.capture.replay.merge import compared, optimizers_of, phrase_of
 from ttprun.capture.values import CannotRestoreError, Restore, Tree, restore_loop, room_to_walk
 from ttprun.introspect import random_state
 from ttprun.introspect.frames import user_frames
+from ttprun.protocol.reason import Reason
 
 STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it reaches the place where it begins
 
@@ -104,7 +105,7 @@ class Replay:
 
     # What whoever replays may do otherwise.
 
-    def refuse(self, reason: str, is_contradiction: bool = True) -> None:
+    def refuse(self, reason: Reason, is_contradiction: bool = True) -> None:
         """Give up. Does not return; the script must not go on.
 
         is_contradiction   the script does something else than it did; else not enough is known
@@ -143,7 +144,12 @@ class Replay:
             self._set_variables(frame, read_state(start.state), [memoryview(blob) for blob in start.blobs])
             random_state.restore(start.rng)
         except Exception as error:  # the script must not run with half of the variables
-            self.refuse(f"the variables at the start of a pass of the loop at {key} cannot be restored: {error!r}")
+            self.refuse(
+                Reason(
+                    "other-variable",
+                    f"the variables at the start of a pass of the loop at {key} cannot be restored: {error!r}",
+                )
+            )
 
     def _set_variables(self, frame: FrameType, fields: ScriptState, blobs: list[memoryview]) -> None:
         """Write the variables of the place where the replay begins already here, before the code that leads there.
@@ -193,12 +199,19 @@ class Replay:
         except self.refused:
             raise
         except Exception as error:  # the script must not run with half of the variables
-            self.refuse(f"the variables of the lost rank cannot be restored: {error!r}")
+            self.refuse(
+                Reason.of(error, "other-variable").within(
+                    f"the variables of the lost rank cannot be restored: {error!r}"
+                )
+            )
 
     def _arrive(self, frame: FrameType, returned: Any, optimizer: Any) -> Any:
         if placeholders.wanted():
             self.refuse(
-                "the optimizer steps inside an iterator whose items a replay has to skip: step in the loop body"
+                Reason(
+                    "loop-not-followed",
+                    "the optimizer steps inside an iterator whose items a replay has to skip: step in the loop body",
+                )
             )
         if self.has_arrived:
             self.passed += 1
@@ -206,7 +219,8 @@ class Replay:
             record = self.record_of(self.passed)
             difference = self.difference_from(record, frame, optimizer)
             if difference:
-                self.refuse(f"the replay is not at the place of boundary {self.passed}: {difference}")
+                where = f"the replay is not at the place of boundary {self.passed}"
+                self.refuse(difference.within(f"{where}: {difference}"))
             if is_target:
                 self.findings.note_equal(record)
             if self.before is not None:
@@ -262,15 +276,16 @@ class Replay:
         self.passed = boundary
         loops.give_back()
 
-    def note_other_place(self, difference: str) -> None:
+    def note_other_place(self, difference: Reason) -> None:
         """This step is not yet where the replay begins. Refuses after STEPS_TO_LOOK_FOR such steps."""
         self._steps_passed += 1
-        self.difference = self.difference or difference
+        self.difference = self.difference or str(difference)
         if self._steps_passed > STEPS_TO_LOOK_FOR:
             begins_at = self.before.fields.boundary if self.before is not None else self.boundary
-            self.refuse(f"the replay does not reach the place of boundary {begins_at}: {difference}")
+            where = f"the replay does not reach the place of boundary {begins_at}"
+            self.refuse(difference.within(f"{where}: {difference}"))
 
-    def difference_from(self, record: Record, frame: FrameType, optimizer: Any = None) -> str:
+    def difference_from(self, record: Record, frame: FrameType, optimizer: Any = None) -> Reason:
         """How this place, or the optimizer that steps here, differs from a record's, "" if they are the same."""
         if never := why_never(record.fields):
             self.refuse(never)
@@ -285,7 +300,7 @@ class Replay:
         if difference:
             return difference
         is_run_again = record is not self.before or is_target
-        return why_other_numbers(record.fields) if is_run_again else ""
+        return why_other_numbers(record.fields) if is_run_again else Reason()
 
     def restore(self, record: Record, frame: FrameType, returned: Any, is_comparing: bool) -> tuple[Restore, Any]:
         """Write a record into the variables; returns the lost rank's closure result, too."""
@@ -314,7 +329,7 @@ class Replay:
                     restore.value(optimizer, node, f"optimizer {index}")
                 returned = restore.value(returned, fields.returned, "the closure's result")
         except CannotRestoreError as error:
-            self.refuse(str(error))
+            self.refuse(Reason.of(error, "other-variable"))
         self.findings.weigh(restore, self.is_joining)
         random_state.restore(fields.rng)
         loaders.count_on(fields.loaders_made)
@@ -328,7 +343,12 @@ class Replay:
                 modules[name] = importlib.import_module(name)
             except Exception as error:  # whatever the module does
                 if is_comparing:
-                    self.refuse(f"the lost rank had imported the module {name}, which fails in the replay: {error!r}")
+                    self.refuse(
+                        Reason(
+                            "import-fails",
+                            f"the lost rank had imported the module {name}, which fails in the replay: {error!r}",
+                        )
+                    )
         return modules
 
     def unmute(self) -> None:
@@ -347,4 +367,6 @@ class Replay:
         why = f": {self.difference}" if self.difference else ""
         words = self.output.last_words()
         said = f"; the script's last words: {words}" if words else ""
-        self.refuse(f"the replay reached the script's end and not boundary {self.boundary}{why}{said}")
+        self.refuse(
+            Reason("other-place", f"the replay reached the script's end and not boundary {self.boundary}{why}{said}")
+        )

@@ -54,6 +54,7 @@ from ttprun.introspect.looks import (
     is_a,
     size_of_objects,
 )
+from ttprun.protocol.reason import Reason
 
 PAIRS = (
     ("__getstate__", "__setstate__"),
@@ -320,5 +321,5 @@ def restore_random(restore: Restore, live: Any, node: RandomNode | NumpyRandomNo
         else:
             live.setstate((state[0], tuple(state[1]), state[2]))
     except (AttributeError, TypeError, ValueError):
-        return restore.refuse(live, f"{name} is another random generator than in the lost rank")
+        return restore.refuse(live, Reason("random-draws", f"{name} is another random generator than in the lost rank"))
     return live

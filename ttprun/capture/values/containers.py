@@ -37,6 +37,7 @@ from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.introspect.looks import attributes_of, base_of, dictionary_of, is_a, length_of, slots_of
+from ttprun.protocol.reason import Reason
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
 Handler = Callable[[Snapshot, Any, int], Any]
@@ -101,7 +102,7 @@ def _long(
     digests, objects, first = [], 0, Number(0)
     for part in parts:
         if isinstance(part, list):
-            return RefusedNode(f"is a container of {length} items that can change")
+            return RefusedNode(f"is a container of {length} items that can change", "container-too-long")
         digests.append(part.digest)
         if part.objects and not objects:
             met = snapshot.numbers.get(id(part.objects[0]))
@@ -205,7 +206,7 @@ def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
         snapshot.trace.open += 1
     items = snapshot.items(value if type(value) is tuple else tuple(tuple.__iter__(value)), depth)
     if len(items) > MAX_ITEMS:
-        return RefusedNode(f"is a tuple of {len(items)} items")
+        return RefusedNode(f"is a tuple of {len(items)} items", "container-too-long")
     return TupleNode(items, *_own(snapshot, value, tuple, depth))
 
 
@@ -280,7 +281,7 @@ def record_set(exact: Any) -> Handler:
             own = _own(snapshot, value, exact, depth)
             return SetNode(number, nodes, *own) if exact is set else FrozensetNode(nodes, *own)
         if any(isinstance(node, AnyNode) and not isinstance(node, _FIXED_ITEMS) for node in nodes):
-            return RefusedNode("is a set of objects that can change")
+            return RefusedNode("is a set of objects that can change", "set-of-objects")
         kinds = sorted(name_of(type(item)) for item in items)
         return SameNode(name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}")
 
@@ -323,7 +324,7 @@ def restore_set(restore: Restore, live: Any, node: SetNode, name: str) -> Any:
         set.clear(target)
         set.update(target, items)
         if not is_as_recorded(_held(target, set), items):
-            return restore.refuse(live, f"{name} is a set with {_OTHER_ORDER}")
+            return restore.refuse(live, Reason("iteration-order", f"{name} is a set with {_OTHER_ORDER}"))
     restore_attributes(restore, target, node.attributes, name)
     return target
 
@@ -346,7 +347,7 @@ def restore_frozenset(restore: Restore, live: Any, node: FrozensetNode, name: st
         return live
     made = frozenset.__new__(kind, items)
     if not _is_as_recorded(_held(made, frozenset), items):
-        return restore.refuse(live, f"{name} is a frozenset with {_OTHER_ORDER}")
+        return restore.refuse(live, Reason("iteration-order", f"{name} is a frozenset with {_OTHER_ORDER}"))
     return made
 
 

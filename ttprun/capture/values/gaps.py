@@ -20,7 +20,7 @@ from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, with_fixed
 from ttprun.capture.values.trees import walk
 from ttprun.introspect.looks import is_a
-from ttprun.protocol.reasons import not_recorded
+from ttprun.protocol.reason import Reason
 
 UNTOLD = "it can change, and does not show its state"
 # What is trained, and where its data is: never left alone, nor what holds it.
@@ -77,7 +77,7 @@ def leave_dearest(prices: list[Price], above_ns: int, least_ns: int) -> None:
 _MOST_NAMES = 20
 _MOST_LETTERS = 100
 _LEFT_ALONE = " ms a step to record; not recorded"
-_known: tuple[list[str], list[str]] = ([], [])
+_known: tuple[list[str], list[Reason]] = ([], [])
 
 
 def forget() -> None:
@@ -86,7 +86,7 @@ def forget() -> None:
     _known = ([], [])
 
 
-def names_of(snapshot: Snapshot, scopes: Mapping[str, Mapping[str, Node]]) -> list[str]:
+def names_of(snapshot: Snapshot, scopes: Mapping[str, Mapping[str, Node]]) -> list[Reason]:
     """The parts of these variables that are not proved: "cache (sqlite3.Connection): it is in a file", in their order.
 
     snapshot   that has made the nodes
@@ -102,24 +102,26 @@ def names_of(snapshot: Snapshot, scopes: Mapping[str, Mapping[str, Node]]) -> li
             for name, node in scope.items()
             for shown in _named(node, f"{where}: {name}" if where else name)
         ]
-        names.sort(key=lambda name: not name.endswith(_LEFT_ALONE))
+        names.sort(key=lambda name: name.kind != "dear-to-record")
         _known = (snapshot.not_proved, list(dict.fromkeys(names))[:_MOST_NAMES])
     return _known[1]
 
 
-def _named(node: Node, name: str) -> Iterable[str]:
+def _named(node: Node, name: str) -> Iterable[Reason]:
     for inner, where in walk(node, name):
         if isinstance(inner, NotProvedNode):
             where = where if len(where) <= _MOST_LETTERS else f"{where[:40]}...{where[-40:]}"
-            why = f"about {taken_ms[inner.kind]:g}{_LEFT_ALONE}" if inner.why == TOO_DEAR else inner.why
-            yield f"{where} ({inner.kind.removeprefix('builtins:').replace(':', '.')}): {why}"
+            about, why = "hidden-state", inner.why
+            if why == TOO_DEAR:
+                about, why = "dear-to-record", f"about {taken_ms[inner.kind]:g}{_LEFT_ALONE}"
+            yield Reason(about, f"{where} ({inner.kind.removeprefix('builtins:').replace(':', '.')}): {why}")
 
 
-MARK_OF_REFUSED = b"\x92\xa1!"  # a RefusedNode as `pack` packs it; a str of the user's may look alike
+MARK_OF_REFUSED = b"\x93\xa1!"  # a RefusedNode as `pack` packs it; a str of the user's may look alike
 
 
-def refusals(record: BoundaryRecord) -> Iterator[tuple[str, bool]]:
-    """Of each node of a record: (a sentence if its value cannot be restored, else ""; whether it must be)."""
+def refusals(record: BoundaryRecord) -> Iterator[tuple[Reason, bool]]:
+    """Of each node of a record: (why its value cannot be restored, none if it can; whether it must be)."""
     for place, scope, dead in record.frames():
         for name, node in with_fixed(scope).items():
             if judge(node, name in dead) is not DEAD:
@@ -134,6 +136,6 @@ def refusals(record: BoundaryRecord) -> Iterator[tuple[str, bool]]:
     yield from _below(record.returned, "the closure's result", True)
 
 
-def _below(node: Node, name: str, is_needed: bool) -> Iterator[tuple[str, bool]]:
+def _below(node: Node, name: str, is_needed: bool) -> Iterator[tuple[Reason, bool]]:
     for part, where in walk(node, name):
-        yield (not_recorded(where, part.why) if isinstance(part, RefusedNode) else ""), is_needed
+        yield part.reason(where) if isinstance(part, RefusedNode) else Reason(), is_needed

@@ -19,6 +19,9 @@ import torch
 from ttprun import torch_versions
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.looks import of_types
+from ttprun.protocol.reason import pointer
+
+_EXPLAINED = pointer("activation-used-later")
 
 _MOST_NODES = 256
 _KEPT = "_raw_saved_"
@@ -95,7 +98,7 @@ class _NotRecorded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise UnrecordedTensorError(
             f"{ctx.name} was computed before an optimizer step, and the script calls backward on it after that step: "
-            "its graph is not recorded"
+            f"its graph is not recorded{_EXPLAINED}"
         )
 
 
@@ -131,7 +134,7 @@ class Unrecorded:
         if name == "__class__":  # isinstance may ask
             return Unrecorded
         raise UnrecordedTensorError(
-            f"{description_of(self)} is used after the optimizer step and is too large to record"
+            f"{description_of(self)} is used after the optimizer step and is too large to record{_EXPLAINED}"
         )
 
 
@@ -154,7 +157,7 @@ def _refuse(self: Unrecorded, *args: Any, **kwargs: Any) -> Any:
 def _refuse_in_torch(cls: Any, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
     for argument in (*args, *(kwargs or {}).values()):
         _refuse(argument) if type(argument) is Unrecorded else None
-    raise UnrecordedTensorError("a tensor that is used after the optimizer step is too large to record")
+    raise UnrecordedTensorError(f"a tensor that is used after the optimizer step is too large to record{_EXPLAINED}")
 
 
 _USES = (

@@ -74,7 +74,7 @@ def record_unknown_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """One that does not show its position: refused, unless a followed loop uses it."""
     if id(value) in snapshot.followed:
         return SameNode(name_of(type(value)), "")
-    return RefusedNode(f"is a {type(value).__qualname__}, which does not show its position")
+    return RefusedNode(f"is a {type(value).__qualname__}, which does not show its position", "iterator-position")
 
 
 def record_compiled_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
@@ -183,7 +183,7 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
             inner = iterables.inside_library(variables.get(_FIRST))
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *(inner or ())))
     elif _hides_position(value):
-        return RefusedNode(_why_hidden(value))
+        return RefusedNode(_why_hidden(value), "iterator-position")
     for loop in active:
         loop.note_suspended()
     snapshot.generator_loops += [loop.record() for loop in active]

@@ -44,6 +44,7 @@ from ttprun.capture.values.trees import walk
 from ttprun.introspect import futures
 from ttprun.introspect.looks import attributes_of, is_a, plain_of
 from ttprun.introspect.whose import is_script_code
+from ttprun.protocol.reason import pointer
 
 EFFECTS = {
     "shows the progress of the training": """
@@ -153,7 +154,10 @@ def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
         return record_save(value)
     attributes = attributes_of(value)
     if attributes["_state"] not in _DONE:
-        return RefusedNode("is work of another thread or process that is not done, and what it will give is not known")
+        return RefusedNode(
+            "is work of another thread or process that is not done, and what it will give is not known",
+            "work-of-another-thread",
+        )
     error, result = attributes["_exception"], attributes["_result"]
     if attributes["_state"] != FINISHED or error is not None:
         what = "cancelled" if error is None else f"{type(error).__qualname__} {_text_of(error)}"
@@ -247,7 +251,7 @@ def restore_save(restore: Restore, live: Any, node: SaveNode, name: str) -> Any:
     """A future that is done."""
     session = host.current()
     if session is not None and restore.is_comparing and not node.is_done:
-        session.mode.note_not_proved(futures.given_up(node.where))
+        session.mode.note_not_proved(futures.given_up(node.where) + pointer("save-given-up"))
     return live if futures.what_of(live) == node.where and live.done() else futures.done(node.where)
 
 
@@ -268,7 +272,7 @@ def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
     try:
         position = ask.tell(value)
     except OSError:  # a text file that is read line by line
-        return RefusedNode("is a file that is read by next(), which hides its position: read it by a `for` loop")
+        return RefusedNode("is a file that is read by next(), which hides its position", "iterator-read-by-next")
     return FileNode(snapshot.number(value), kind, position)
 
 
@@ -367,7 +371,8 @@ def record_line(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def _refused_if_fed() -> RefusedNode | None:
     who = _helpers_of_script()
-    return RefusedNode(f"is shared with {who}, and how far that had come is not known") if who else None
+    why = f"is shared with {who}, and how far that had come is not known"
+    return RefusedNode(why, "work-of-another-thread") if who else None
 
 
 _workers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -23,7 +23,7 @@ from ttprun.capture.values.snapshot import Snapshot, is_hidden, with_fixed
 from ttprun.introspect import fail_open
 from ttprun.introspect.frames import set_local, unset_local, variables_of
 from ttprun.introspect.tensor_bytes import places
-from ttprun.protocol.reasons import not_recorded
+from ttprun.protocol.reason import Reason
 
 # Restores a value from one kind of node: restore_... with these four arguments.
 #
@@ -61,8 +61,8 @@ class Restore:
         stepped: Sequence[torch.Tensor] = (),
         is_strict: bool = True,
     ) -> None:
-        self.doubts: list[str] = []
-        self.unrecorded: list[str] = []
+        self.doubts: list[Reason] = []
+        self.unrecorded: list[Reason] = []
         self.named: list[str] = []
         self.stepped = stepped
         self.is_comparing = is_comparing
@@ -256,7 +256,7 @@ class Restore:
         what   completes the sentence that begins with the name
         """
         if self.is_comparing and not self._is_dead and not condition:
-            self.doubts.append(f"{name} {what}")
+            self.doubts.append(Reason("other-variable", f"{name} {what}"))
 
     def leave_out(self, live: Any, node: SameNode | EffectNode, name: str) -> Any:
         """What has no state by nature, and the replay has not made, stays as it is: returns `live`.
@@ -267,7 +267,7 @@ class Restore:
         if self.is_comparing and not self._is_dead:
             why = f"{name}, a {short_name(node.kind)}, is not in the replacement, which has not run what makes it"
             if self._is_strict:
-                raise CannotRestoreError(why)
+                raise CannotRestoreError(Reason("made-without-constructor", why))
             self.named.append(why)
         return live
 
@@ -282,14 +282,15 @@ class Restore:
         if not self._is_dead:
             self.named.append(f"{name}, a {kind_of(live)}, was made again from its attributes, without its constructor")
 
-    def refuse(self, live: Any, why: str, is_unrecorded: bool = False) -> Any:
+    def refuse(self, live: Any, why: str | Reason, is_unrecorded: bool = False) -> Any:
         """This value does not match: `live` stays, or CannotRestoreError is raised.
 
         live            returned
-        why             a sentence that begins with the variable's name
+        why             a sentence that begins with the variable's name, or a reason of a kind of its own
         is_unrecorded   the lost rank has named it as what it cannot record
         """
         if self.is_comparing and not self._is_dead:
+            why = why if isinstance(why, Reason) else Reason("other-variable", why)
             if self._is_strict:
                 raise CannotRestoreError(why)
             (self.unrecorded if is_unrecorded else self.doubts).append(why)
@@ -342,7 +343,7 @@ def restore_same(restore: Restore, live: Any, node: SameNode, name: str) -> Any:
 
 def restore_refused(restore: Restore, live: Any, node: RefusedNode, name: str) -> Any:
     """What the lost rank could not record."""
-    return restore.refuse(live, not_recorded(name, node.why), is_unrecorded=True)
+    return restore.refuse(live, node.reason(name), is_unrecorded=True)
 
 
 def restore_reference(restore: Restore, live: Any, node: ReferenceNode, name: str) -> Any:

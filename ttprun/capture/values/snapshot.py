@@ -194,7 +194,7 @@ class Snapshot:
     def _around_loader(self, items: Any) -> Any:
         if type(items) is itertools.cycle and id(items) not in self.numbers:
             why = "is a cycle that gathers what it will hand out again: batches of a DataLoader, or a generator's items"
-            return RefusedNode(why)
+            return RefusedNode(why, "iterator-read-by-next")
         return self.node(items, 1)
 
     def owner_of(self, address: int) -> tuple[int | None, int]:

@@ -31,6 +31,7 @@ from ttprun.chaos.trial.twins import PLACES, Launch, WorkingCopy, clean_environm
 from ttprun.config import LaunchValue
 from ttprun.observe.status import read_status
 from ttprun.observe.topology import read_topology
+from ttprun.protocol.reason import Reason
 
 _UNSEEN_LIMIT_S = 10.0  # an unprotected job that has taken no step under our hooks by then would run to its end
 
@@ -338,8 +339,8 @@ class _Checkup:
         """Launch after launch, till each kill has struck: one that ends the job leaves the rest to another launch."""
         report, waiting = self._report, list(launches)
         faults = [fault for kills in launches for fault in kills]
-        why_off = undisturbed.as_users(undisturbed.protection)
-        if why_off.startswith("off"):  # the same for all: one is enough to see what it comes to
+        why_off = Reason(undisturbed.protection_kind, undisturbed.as_users(undisturbed.protection))
+        if why_off.text.startswith("off"):  # the same for all: one is enough to see what it comes to
             waiting = [[next((fault for fault in faults if fault.phase == "backward"), faults[-1])]]
             report.rows = [refused(fault, "refused", why_off) for fault in faults if fault not in waiting[0]]
         number = ended = 0
@@ -357,12 +358,14 @@ class _Checkup:
             elif trial.twin.exit_code and all(row.result == "exact" for row in rows):
                 report.problem = f"the run with kills has ended with exit code {trial.twin.exit_code}"
             if remaining and (len(remaining) == len(kills) or trial.twin.exit_code == 0):
-                report.rows += [refused(fault, "not tried", "the run has not come to it again") for fault in remaining]
+                report.rows += [
+                    refused(fault, "not tried", Reason(text="the run has not come to it again")) for fault in remaining
+                ]
             elif remaining:
                 waiting.insert(0, remaining)
             ended += trial.twin.exit_code != 0
         why = report.problem or f"{ended} runs have ended at a kill: cure that first, and check again"
-        report.rows += [refused(fault, "not tried", why) for kills in waiting for fault in kills]
+        report.rows += [refused(fault, "not tried", Reason(text=why)) for kills in waiting for fault in kills]
         order = [phase for phase, _, _ in WISHES]
         report.rows.sort(key=lambda row: (order.index(row.phase), row.step))
 

@@ -287,6 +287,11 @@ class Trial:
         """As in the status; "" if there is none."""
         return self.twin.status.protection if self.twin.status is not None else ""
 
+    @property
+    def protection_kind(self) -> str:
+        """The kind of the reason for it; "" if there is none."""
+        return self.twin.status.protection_kind if self.twin.status is not None else ""
+
     def says(self, text: str) -> bool:
         """Whether its status says this of its protection, or of what is not proved."""
         status = self.twin.status

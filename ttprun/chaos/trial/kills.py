@@ -21,7 +21,7 @@ from ttprun.chaos.trial.compare import (
     Trial,
 )
 from ttprun.observe.status import IncidentStatus
-from ttprun.protocol.reasons import says_cure, split_cure, with_cure
+from ttprun.protocol.reason import Reason
 
 # What a fault without an incident comes to.
 EFFECTS = {
@@ -237,7 +237,7 @@ def _put(kills: list[Fault], launches: list[list[Fault]]) -> None:
 
 KillResult = Literal["exact", "by a weaker rung", "refused", "differs", "not reached", "not tried"]
 _PLACE = re.compile(r"[^\s'\"(),]+\.py:\d+")
-_FINDINGS = r"rank \d+ is (?:refused|not proved|not protected)"
+
 _CURE_OTHERWISE = (
     "nothing is known to help: see 'Not covered' in 'ttprun guide limits'; --max-restarts N starts all ranks again, as "
     "under torchrun"
@@ -303,45 +303,32 @@ def _row(trial: Trial, fault: Fault, incidents: list[IncidentStatus]) -> KillOut
     )
     if _is_without_loss(incident):
         return row
-    reason = trial.as_users(essence(incident.reason))
     is_over = incident.outcome not in ("recovered", "restarted")
-    return _explained(replace(row, result="refused" if is_over else "by a weaker rung", detail=reason))
+    reason = Reason(incident.reason_kind, trial.as_users(incident.why))
+    return _explained(replace(row, result="refused" if is_over else "by a weaker rung"), reason)
 
 
 def _is_without_loss(incident: IncidentStatus) -> bool:
     return incident.outcome == "recovered" and incident.rung in WITHOUT_LOSS and not incident.steps_lost
 
 
-def essence(reason: str) -> str:
-    """Why a rank was not replaced, of an incident's reason: without the kill, and what became of the job then."""
-    why = re.split(r"; (?:not replaced|not reconnected): ", reason)[-1]
-    why = re.split(r"; (?:no restart is left|no other way|its state was saved|no checkpoint)", why)[0]
-    mismatch = re.fullmatch(rf"(?:{_FINDINGS}) \((.*)\)", why, re.DOTALL)
-    return mismatch[1] if mismatch else why
-
-
-def refused(fault: Fault, result: KillResult, reason: str) -> KillOutcome:
+def refused(fault: Fault, result: KillResult, reason: Reason) -> KillOutcome:
     """A row for a kill that was not tried.
 
     result   "refused" or "not tried"
-    reason   a sentence, from which the row's place and cure are taken
+    reason   from which the row's place and cure are taken
     """
-    return _explained(_new(fault, result, reason))
+    return _explained(_new(fault, result, ""), reason)
 
 
 def _new(fault: Fault, result: KillResult, detail: str) -> KillOutcome:
     return KillOutcome(fault.phase or "", fault.step or 0, fault.rank or 0, result, detail)
 
 
-def _explained(row: KillOutcome) -> KillOutcome:
-    """With the place that the reason names, and what to do."""
-    place, (detail, cure) = _PLACE.search(row.detail), split_cure(with_cure(row.detail))
-    return replace(row, detail=detail, place=place[0] if place else "", cure=cure or _cure_in(detail))
-
-
-def _cure_in(reason: str) -> str:
-    """What helps, where the reason itself says so."""
-    return "as it says" if says_cure(reason) else _CURE_OTHERWISE
+def _explained(row: KillOutcome, reason: Reason) -> KillOutcome:
+    """With the reason, the place in the script that it names, and what to do."""
+    place = _PLACE.search(reason.text)
+    return replace(row, detail=reason.text, place=place[0] if place else "", cure=reason.cure or _CURE_OTHERWISE)
 
 
 def blamed(rows: Sequence[KillOutcome], differences: Iterable[RunDifference]) -> list[KillOutcome]:

@@ -35,6 +35,7 @@ from ttprun.introspect.whose import add_named_path, add_user_directory
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.reason import Reason
 from ttprun.rank.bootstrap import patches, unhooked
 from ttprun.rank.bootstrap.presence import Presence, diagnose
 from ttprun.rank.process import heartbeat, held_signals
@@ -71,11 +72,12 @@ def begin() -> None:
     if is_in_wrapper:
         # The agent watches our parent, and would take its exit for ours.
         why = f"its Python is a child of {unhooked.command_of(os.getppid())}: start Python with `exec` there"
-        channel.send(from_rank.RankUnprotected(why))
+        channel.send(from_rank.RankUnprotected(Reason("hooks-missing", why)))
         return
     welcome, fds = channel.receive_with_fds()
     if not isinstance(welcome, to_rank.Welcome):
-        channel.send(from_rank.RankUnprotected(f"the agent's first message is not a welcome: {welcome}"))
+        why = f"the agent's first message is not a welcome: {welcome}"
+        channel.send(from_rank.RankUnprotected(Reason("ttprun-error", why)))
         return
     if not welcome.options.mindio:
         user_code.install(welcome.options.follow, welcome.options.loops)
@@ -134,7 +136,7 @@ def _report_unhooked() -> None:
     """Report to the agent, once, if the script trains where no hook of ours counts its steps."""
     global _has_reported
     presence = _presence
-    why = "" if presence is None or _has_reported else unhooked.why()
+    why = None if presence is None or _has_reported else unhooked.why()
     if presence is not None and why:
         _has_reported = True
         presence.channel.send(from_rank.RankUnprotected(why))
@@ -192,7 +194,9 @@ def report_before(previous: Any) -> Any:
         why = f"{why}; the replay did not reach its boundary: {missed}" if missed else why
         presence.channel.send(from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name))
         if diagnosis.rung == "restart" and session is not None:
-            session.give_up_protection(f"{diagnosis.name}: the other ranks' state may be wrong too")
+            session.give_up_protection(
+                Reason("device-fault-spread", f"{diagnosis.name}: the other ranks' state may be wrong too")
+            )
         if not is_early and diagnosis.fault is not DeviceFault.DEVICE_BUSY:
             signal_handlers.call_through(previous, (kind, error, trace), {})
         is_live = session is not None and session.applied > 0 and session.is_repairable()
@@ -396,4 +400,5 @@ def take_over() -> None:
         hooks.begin_run(presence, presence.welcome.is_replacement)
     except Exception as error:  # fail open: the script runs as under torchrun
         host.end()
-        presence.channel.send(from_rank.RankUnprotected(f"the hooks could not be installed: {error!r}"))
+        why = Reason("hooks-missing", f"the hooks could not be installed: {error!r}")
+        presence.channel.send(from_rank.RankUnprotected(why))

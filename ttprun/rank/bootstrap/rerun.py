@@ -189,7 +189,7 @@ def _why_not(session: Session) -> str:
     if not session.mode.is_live:
         return "it failed again before it reached its boundary"
     if not session.made.living or not session.is_repairable():
-        return session.unprotected or "it has no process group"
+        return str(session.unprotected) or "it has no process group"
     threads = reset.threads_of_user()
     return f"its thread {threads[0]!r} is still running" if threads else ""
 

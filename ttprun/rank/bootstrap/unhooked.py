@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from ttprun.introspect.after_import import is_overdue
+from ttprun.protocol.reason import Reason
 
 _LIBRARIES = (b"/libtorch_cpu.so", b"/libtorch.so", b"/libtorch_python.so")
 IMPORT_CPU_S = 20.0  # no import of torch takes as much of the processor, however long it takes
@@ -20,41 +21,46 @@ _WITH_VALUE = "WXcm"  # options of Python that take the rest of the word as a va
 _SKIPPING = {"E": "ignores PYTHONPATH", "I": "ignores PYTHONPATH", "S": "runs no sitecustomize"}
 
 
-def why() -> str:
+def why() -> Reason:
     """Why this process trains without hooks; "" if it is hooked, or does not seem to train."""
     if is_overdue("torch"):
-        return "torch was imported by an import hook placed before ttprun's: install that hook after `import torch`"
+        return Reason(
+            "hooks-missing",
+            "torch was imported by an import hook placed before ttprun's: install that hook after `import torch`",
+        )
     return why_in_child(os.getpid())
 
 
-def why_in_child(pid: int) -> str:
+def why_in_child(pid: int) -> Reason:
     """Why a process is unprotected because a child of it has torch; "" if none has."""
     if has_torch(pid):
-        return ""
+        return Reason()
     child = next(filter(seems_to_train, descendants(pid)), None)
     if child is None:
-        return ""
-    return (
+        return Reason()
+    return Reason(
+        "hooks-missing",
         f"it does not use torch itself, but its child process does ({command_of(child)}), and children of ranks are "
-        "not hooked: give ttprun the training script itself, or start it with `exec` and --no-python"
+        "not hooked: give ttprun the training script itself, or start it with `exec` and --no-python",
     )
 
 
-def why_in_ranks_of_its_own(pid: int) -> str:
+def why_in_ranks_of_its_own(pid: int) -> Reason:
     """Why a process that has torch, and has taken no step, is unprotected; "" if it may still train itself.
 
     Children of it are ranks: one has torch and listens, as each member of a process group does. DataLoader workers,
     downloads and processes that prepare data do not.
     """
     if has_connection(pid):
-        return ""
+        return Reason()
     inherited = _sockets(pid)
     child = next((other for other in descendants(pid) if has_torch(other) and _listens(other, inherited)), None)
     if child is None:
-        return ""
-    return (
+        return Reason()
+    return Reason(
+        "hooks-missing",
         f"it has started the ranks itself ({command_of(child)}), as torch.multiprocessing.spawn does, and children of "
-        "ranks are not hooked: leave that call out, and have ttprun start them (ttprun guide migrate)"
+        "ranks are not hooked: leave that call out, and have ttprun start them (ttprun guide migrate)",
     )
 
 
@@ -170,16 +176,19 @@ def command_of(pid: int) -> str:
     return f"pid {pid}: {words if len(words) <= 160 else words[:157] + '...'}"
 
 
-def why_skipped(words: Sequence[str]) -> str:
+def why_skipped(words: Sequence[str]) -> Reason:
     """Which option in Python's command line keeps it from loading our `sitecustomize`; "" if none does."""
     for word in words[1:]:
         if not word.startswith("-") or word.startswith("--"):
-            return ""
+            return Reason()
         for letter in word[1:]:
             if letter in _SKIPPING:
-                return f"its Python was started with -{letter}, which {_SKIPPING[letter]}: leave that option out"
+                return Reason(
+                    "hooks-missing",
+                    f"its Python was started with -{letter}, which {_SKIPPING[letter]}: leave that option out",
+                )
             if letter in _WITH_VALUE:
                 break
         if "c" in word or "m" in word:
-            return ""
-    return ""
+            return Reason()
+    return Reason()

@@ -18,6 +18,7 @@ from typing import Any
 from ttprun.groups.journal import EndedError, Journal
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
+from ttprun.protocol.reason import Reason
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.session import Session
 from ttprun.tensors import optimizer_registry
@@ -84,8 +85,15 @@ class Alignment:
                     if self._aligned_at < boundary:
                         session.changed.wait(_LOOK_AGAIN_S)
                 if time.monotonic() - asked_at_s > _LIMIT_S:
-                    why = f"the gradients of rank {self.source}, whose results count, have not come in {_LIMIT_S:.0f} s"
-                    report_mismatch(session.channel, session.generation, why)
+                    report_mismatch(
+                        session.channel,
+                        session.generation,
+                        Reason(
+                            "gradients-late",
+                            f"the gradients of rank {self.source}, whose results count, have not come in "
+                            f"{_LIMIT_S:.0f} s",
+                        ),
+                    )
         finally:
             self._waits_at = -1
 

@@ -28,6 +28,7 @@ from ttprun.introspect import fail_open, host_copies
 from ttprun.introspect.tensor_bytes import comparable, is_close
 from ttprun.introspect.unseen import Unseen
 from ttprun.protocol import from_rank
+from ttprun.protocol.reason import Reason
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.session import Session, current
@@ -111,7 +112,7 @@ class Proof:
         elif kind == INPUT and gradients.are_of_replay(tensors):
             report_mismatch(self._session.channel, self._session.generation, gradients.CARRIED)
         else:
-            self._refuse(f"{which} differs from the lost rank's")
+            self._refuse(f"{which} differs from the lost rank's", "other-batch" if kind == BATCH else "other-loss")
         if not self._left:
             self.end()
         return bool(why)
@@ -133,9 +134,9 @@ class Proof:
         """One thread's arithmetic is reproducible unless another replacement comes to something else than this one."""
         times = len(self._evidence.tried(self._step, place))
         if times == MOST_TRIES or not self._evidence.note_tried(self._step, place, noted):
-            self._refuse(f"{difference}, and {times} other replacements have come to the same")
+            self._refuse(f"{difference}, and {times} other replacements have come to the same", "equal-to-rounding")
         self._session.proof = None
-        why = f"to see whether this is reproducible: {difference}"
+        why = Reason("equal-to-rounding", f"to see whether this is reproducible: {difference}")
         report_mismatch(self._session.channel, self._session.generation, why, is_near=True)
 
     def end_step(self) -> None:
@@ -143,7 +144,8 @@ class Proof:
         if self._left:
             kinds = Counter(kind for kind, _, _ in self._left)
             missing = ", ".join(_counted(kind, count) for kind, count in sorted(kinds.items()))
-            self._refuse(f"the replacement did not reach what the lost rank had in step {self._step}: {missing}")
+            difference = f"the replacement did not reach what the lost rank had in step {self._step}: {missing}"
+            self._refuse(difference, "other-place")
 
     def end(self, why_not: str = "") -> None:
         """Report the result: everything that the lost rank had noted has been compared, or nothing more can be.
@@ -167,13 +169,16 @@ class Proof:
         count = self._close[kind]
         return f", {count} equal to rounding ({self._why_close})" if count else ""
 
-    def _refuse(self, difference: str) -> None:
+    def _refuse(self, difference: str, kind: str) -> None:
         self._session.proof = None
         report_mismatch(
             self._session.channel,
             self._session.generation,
-            f"the script cannot be replayed: {difference}, so its steps depend on something that is neither recorded "
-            "nor made again by its setup",
+            Reason(
+                kind,
+                f"the script cannot be replayed: {difference}, so its steps depend on something that is neither "
+                "recorded nor made again by its setup",
+            ),
         )
 
 
@@ -269,7 +274,10 @@ def wrap_backward(original: Any) -> Any:
             return original(tensors, *args, **kwargs)
         if is_capturing:
             session.give_up_protection(
-                "the script captures its backward pass in a graph of the device, which cannot be replayed"
+                Reason(
+                    "device-graph",
+                    "the script captures its backward pass in a graph of the device, which cannot be replayed",
+                )
             )
             return original(tensors, *args, **kwargs)
         losses = tensors if isinstance(tensors, list | tuple) else [tensors]

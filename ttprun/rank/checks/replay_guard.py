@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ttprun.protocol import from_rank, rank_events
 from ttprun.protocol.from_rank import CARRIED
+from ttprun.protocol.reason import Reason
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -62,7 +63,10 @@ class Expected:
             report_mismatch(
                 self._channel,
                 self._generation,
-                f"the replacement issues '{entry.signature.strip()}' where the survivors have '{expected.strip()}'",
+                Reason(
+                    "other-collective",
+                    f"the replacement issues '{entry.signature.strip()}' where the survivors have '{expected.strip()}'",
+                ),
             )
         if not awaited:
             del self._left[entry.sequence]
@@ -80,12 +84,12 @@ class Expected:
 
 
 def report_mismatch(
-    channel: Channel, generation: int, reason: str, is_contradiction: bool = True, is_near: bool = False
+    channel: Channel, generation: int, reason: Reason, is_contradiction: bool = True, is_near: bool = False
 ) -> None:
     """Report why this rank must not continue, and wait until the agent kills the process, _KILL_LIMIT_S at most.
 
     generation                  the session's
-    reason                      a sentence
+    reason                      why
     is_contradiction, is_near   as in rank_events.MismatchFound
 
     Raises MismatchError, if it has not been killed by then.

@@ -35,6 +35,7 @@ from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
+from ttprun.protocol.reason import Reason
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.error_meanings import FORCE_STOP
@@ -142,7 +143,9 @@ class CallbackRecovery(Recovery):
         self._leave_collectives()
         framework.wait_until_stopped(self._check_overtaken)
         if framework.is_torn:
-            raise NotRepairableError("its train function was interrupted during an update of the optimizer")
+            raise NotRepairableError(
+                Reason("recovery-failed", "its train function was interrupted during an update of the optimizer")
+            )
         framework.repair_step = session.applied
         session.board.set(session.rank, Field.RECORDED, session.applied)
         has_group = torch.distributed.is_initialized()
@@ -256,7 +259,9 @@ class CallbackRecovery(Recovery):
                 place = state_transfer.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock")
                 state_transfer.fetch(place, limit_s, self._check_overtaken)
         elif kind in LOADS:
-            raise NotRepairableError("a checkpoint must be loaded, and no repair handler is registered")
+            raise NotRepairableError(
+                Reason("handler-missing", "a checkpoint must be loaded, and no repair handler is registered")
+            )
 
     # Dump.
 
@@ -264,7 +269,9 @@ class CallbackRecovery(Recovery):
         framework = self._framework
         moments.reached("persist")
         if not framework.handlers.has(SAVE):
-            raise NotRepairableError("no save_ckpt handler is registered, so nothing can be saved")
+            raise NotRepairableError(
+                Reason("handler-missing", "no save_ckpt handler is registered, so nothing can be saved")
+            )
         if not framework.was_cleaned:
             with self._calling():
                 framework.handlers.clean(False)
@@ -284,7 +291,10 @@ class CallbackRecovery(Recovery):
         session, framework = self._session, self._framework
         if framework.loaded_step != order.loaded:
             raise NotRepairableError(
-                f"it has loaded a checkpoint of step {framework.loaded_step}, other ranks one of step {order.loaded}"
+                Reason(
+                    "recovery-failed",
+                    f"it has loaded a checkpoint of step {framework.loaded_step}, others one of step {order.loaded}",
+                )
             )
         step = order.boundary
         framework.repair_step = step

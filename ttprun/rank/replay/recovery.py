@@ -25,6 +25,7 @@ from ttprun.groups.process_group import living
 from ttprun.introspect import fail_open, moments
 from ttprun.protocol import from_rank, mindio, rank_events, to_rank
 from ttprun.protocol.channel import Message
+from ttprun.protocol.reason import Reason
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.process import heartbeat, held_signals
@@ -213,7 +214,9 @@ class Recovery:
                 return
             detail = "" if is_refusal else traceback.format_exc()
             what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            reason = f"while it {_DOING.get(type(order), 'recovered')}: {what}"
+            reason = Reason.of(error, "recovery-failed").within(
+                f"while it {_DOING.get(type(order), 'recovered')}: {what}"
+            )
             session.channel.send(rank_events.MismatchFound(order.generation, reason, detail))
 
     def _carry_out(self, order: Ordered) -> None:

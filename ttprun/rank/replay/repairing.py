@@ -19,6 +19,7 @@ from ttprun.groups.connection import Exchange
 from ttprun.introspect import fail_open, moments, signal_handlers
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Phase
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Dumped
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
@@ -27,7 +28,10 @@ from ttprun.state.files import cannot_write
 from ttprun.tensors import checkpoint_shards, mirror, mirror_slots, replicated, sharded, state_transfer
 
 _LOOK_AGAIN_S = 0.05
-IN_STEP = "its optimizer communicates inside step(), so in the middle of it this rank holds the state of no boundary"
+IN_STEP = Reason(
+    "state-of-one-rank",
+    "its optimizer communicates inside step(), so in the middle of it this rank holds the state of no boundary",
+)
 
 
 def send_state(session: Session, order: to_rank.SendState, check_overtaken: Callable[[], None]) -> None:

@@ -29,6 +29,7 @@ from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone
 from ttprun.introspect import moments
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
+from ttprun.protocol.reason import Reason
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.context import Mode
@@ -102,7 +103,10 @@ class ReplayRun(Replay, Mode):
         if not (is_on_the_way and self.is_joining) or SET_VARIABLES in _origins_of(self.session):
             return
         Effects(self.session[Recorder]).keep_origin(SET_VARIABLES, True)
-        why = f"the replay jumps into a loop without what the iterations before have made, and has met {what}"
+        why = Reason(
+            "other-place",
+            f"the replay jumps into a loop without what the iterations before have made, and has met {what}",
+        )
         report_mismatch(self.session.channel, self.session.generation, why, is_near=True)
 
     @property
@@ -178,7 +182,11 @@ class ReplayRun(Replay, Mode):
         """
         loss_scaling.take_over(optimizer)
         if self.is_at_target and open_boundaries.is_in_backward():  # after a forward pass with the set-up's weights
-            self.refuse(f"step {self.boundary} is taken inside a backward pass, whose rest would differ")
+            self.refuse(
+                Reason(
+                    "step-in-backward", f"step {self.boundary} is taken inside a backward pass, whose rest would differ"
+                )
+            )
         if self.is_at_target and self.step_proof is not None:
             self.step_proof.begin(optimizer)
         if not self.is_at_target or not self.step_from:
@@ -188,7 +196,12 @@ class ReplayRun(Replay, Mode):
             mirror.load_step(self.step_from, None if is_before_step else optimizer)
             self._taken_again = optimizer
         except Exception as error:  # the step must not be taken with half of the state
-            self.refuse(f"the step of boundary {self.boundary} cannot be taken again from the mirror: {error!r}")
+            self.refuse(
+                Reason(
+                    "stored-state-unusable",
+                    f"the step of boundary {self.boundary} cannot be taken again from the mirror: {error!r}",
+                )
+            )
         if is_before_step:
             self._go_live(is_before_step=True)
         return is_before_step
@@ -222,8 +235,11 @@ class ReplayRun(Replay, Mode):
             session.note_collective_step()
         if self.is_contradicted and not proof.is_decisive(session, self.boundary):
             self.refuse(
-                f"a replay of this script has differed from the run, and the rank had left no loss of step "
-                f"{self.boundary} that would show whether this one does"
+                Reason(
+                    "other-loss",
+                    f"a replay of this script has differed from the run, and the rank had left no loss of step "
+                    f"{self.boundary} that would show whether this one does",
+                )
             )
         if self.is_joining and (made := self.target.fields.groups_made):
             # A replay passes over trainings that have ended, and the groups that they have made and destroyed.
@@ -264,7 +280,7 @@ class ReplayRun(Replay, Mode):
             if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
                 model._has_rebuilt_buckets = True
 
-    def refuse(self, reason: str, is_contradiction: bool = True) -> None:
+    def refuse(self, reason: Reason, is_contradiction: bool = True) -> None:
         """Report that this replay has failed. Does not return. `is_contradiction`: see `MismatchFound`."""
         report_mismatch(self.session.channel, self.session.generation, reason, is_contradiction)
 

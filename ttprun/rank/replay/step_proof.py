@@ -14,6 +14,7 @@ import torch
 from ttprun.capture.replay.findings import Findings
 from ttprun.introspect import fail_open
 from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.protocol.reason import Reason
 from ttprun.tensors import mirror, replicated
 from ttprun.tensors.gradients import GRADIENT
 from ttprun.tensors.mirror_slots import Stored
@@ -45,7 +46,7 @@ class StepProof:
         except Exception as error:
             self._give_up(error)
 
-    def end(self, boundary: int, findings: Findings) -> str:
+    def end(self, boundary: int, findings: Findings) -> Reason:
         """The step has been taken, and nothing else was loaded: compare; returns why the replay is to be refused."""
         difference = ""
         if not self._why_not:
@@ -65,11 +66,12 @@ class StepProof:
                 "on something that is in no record (a library's own code may keep it)"
             )
         else:
-            return (
+            return Reason(
+                "hidden-state",
                 f"the step of the optimizer to boundary {boundary}, taken again from the mirror, does not give what it "
-                f"gave in the lost rank ({difference} differs), so it depends on something that is in no record"
+                f"gave in the lost rank ({difference} differs), so it depends on something that is in no record",
             )
-        return ""
+        return Reason()
 
     def _give_up(self, error: Exception) -> None:
         fail_open.raise_if_meant(error)

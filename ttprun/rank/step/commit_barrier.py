@@ -8,6 +8,7 @@ from ttprun.groups.journal import EndedError, Journal
 from ttprun.introspect.costs import COMMIT, measured
 from ttprun.protocol import patience
 from ttprun.protocol.board import Board, Field, Phase
+from ttprun.protocol.reason import Reason
 from ttprun.rank.session import Session
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
 
@@ -111,8 +112,11 @@ class Awaited:
             self._stuck = patience.Patience(session.options.commit_timeout_s)
         elif self._stuck.look():
             session.give_up_protection(
-                f"rank {session.rank} steps its optimizer (step {self._boundary}) while rank {row} waits in a "
-                "collective: the ranks do not step together"
+                Reason(
+                    "unequal-steps",
+                    f"rank {session.rank} steps its optimizer (step {self._boundary}) while rank {row} waits in a "
+                    "collective: the ranks do not step together",
+                )
             )
 
 

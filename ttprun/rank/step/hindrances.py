@@ -11,8 +11,10 @@ import sys
 import torch
 import torch.distributed as dist
 
+from ttprun.capture.records import recorder
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.introspect import distributed_tensors
+from ttprun.protocol.reason import Reason
 from ttprun.rank.session import Session
 from ttprun.tensors import optimizer_registry
 
@@ -20,22 +22,25 @@ _MOST = 3  # variables that are named
 _OTHER_WAYS = {"mpi4py.MPI": "MPI", "horovod.torch": "Horovod", "byteps.torch": "BytePS"}  # of communication
 
 
-def look(record: BoundaryRecord, refused: list[str]) -> str:
+def look(record: BoundaryRecord, refused: list[Reason]) -> Reason:
     """Why no replay would reach this boundary; "" if one may.
 
     refused   what the rehearsal has found of this record or an older one
     """
-    if record.unfollowed:
-        return record.unfollowed
+    if why_never := recorder.why_never(record):
+        return why_never
     if record.boundary > 1 and record.entropy:  # draws of the setup do not matter
-        return "the script draws from os.urandom in its steps, which gives other numbers each time: seed a generator"
+        return Reason(
+            "random-draws",
+            "the script draws from os.urandom in its steps, which gives other numbers each time: seed a generator",
+        )
     return in_short(refused)
 
 
-def in_short(refused: list[str]) -> str:
-    """The first few of some sentences."""
+def in_short(refused: list[Reason]) -> Reason:
+    """The first few of some reasons, as one."""
     more = f"; and {len(refused) - _MOST} more" if len(refused) > _MOST else ""
-    return "; ".join(refused[:_MOST]) + more
+    return refused[0].within("; ".join(map(str, refused[:_MOST])) + more) if refused else Reason()
 
 
 def look_without_group(session: Session) -> None:
@@ -50,26 +55,33 @@ def look_without_group(session: Session) -> None:
         session.part()
 
 
-def _why_not_alone() -> str:
+def _why_not_alone() -> Reason:
     """How this rank communicates without a group of ours; "" if it does not, as far as we know."""
     if dist.is_initialized():
-        return (
+        return Reason(
+            "other-communication",
             "its process group was made by a reference to torch's function that is older than ttprun's hooks: call "
-            "torch.distributed.init_process_group by that name"
+            "torch.distributed.init_process_group by that name",
         )
     if (module := next(filter(sys.modules.__contains__, _OTHER_WAYS), None)) is not None:
-        return f"it communicates by {_OTHER_WAYS[module]}, which is not repaired: use torch.distributed"
+        return Reason(
+            "other-communication",
+            f"it communicates by {_OTHER_WAYS[module]}, which is not repaired: use torch.distributed",
+        )
     rpc = sys.modules.get("torch.distributed.rpc")
     if rpc is not None and rpc.is_available() and rpc.api._is_current_rpc_agent_set():
-        return "it communicates by torch.distributed.rpc, which is not repaired: use collectives"
-    return ""
+        return Reason(
+            "other-communication", "it communicates by torch.distributed.rpc, which is not repaired: use collectives"
+        )
+    return Reason()
 
 
-def why_shards_unknown(optimizer: torch.optim.Optimizer) -> str:
+def why_shards_unknown(optimizer: torch.optim.Optimizer) -> Reason:
     """Why the layout of this rank's shard of the weights or the optimizer's state is unknown; "" if it is known."""
     if any(map(distributed_tensors.is_gathered_in_place, optimizer_registry.parameters_of(optimizer))):
-        return (
+        return Reason(
+            "sharding-unknown",
             "which part of FSDP1's parameters this rank holds is not known, as they are of a class of their own "
-            "(DTensors): use torch's fully_shard (FSDP2)"
+            "(DTensors): use torch's fully_shard (FSDP2)",
         )
-    return ""
+    return Reason()

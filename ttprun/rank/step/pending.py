@@ -10,6 +10,7 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.messages import Message
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.patience import Patience
+from ttprun.protocol.reason import Reason
 from ttprun.rank.session import Session
 
 _ARRIVES_WITHIN_S = 2.0  # what the other end has completed
@@ -51,9 +52,12 @@ class _Wait:
         elif self._patience.look():
             what = "to" if self._message.op == "send" else "from"
             session.give_up_protection(
-                f"the script's {self._message.op} {what} rank {self._other} is still pending at optimizer step "
-                f"{self._boundary}, which rank {self._other} has reached too: messages are repaired if they are sent "
-                "and received in the same step (wait for its handle before the optimizer's step)"
+                Reason(
+                    "messages-not-repaired",
+                    f"the script's {self._message.op} {what} rank {self._other} is still pending at optimizer step "
+                    f"{self._boundary}, which rank {self._other} has reached too: messages are repaired if they are "
+                    "sent and received in the same step (wait for its handle before the optimizer's step)",
+                )
             )
         return bool(session.unprotected)
 

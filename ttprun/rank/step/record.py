@@ -22,6 +22,7 @@ from ttprun.capture.values.trees import name_of_blob
 from ttprun.introspect import costs as costs_of
 from ttprun.introspect import distributed_tensors, fail_open, host_copies
 from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.reason import Reason
 from ttprun.rank.session import Session
 from ttprun.rank.step import hindrances
 from ttprun.rank.step.boundary import describe
@@ -74,15 +75,17 @@ def write_record(
             if excess is not None and ceiling.prices:
                 values.leave_dearest(ceiling.prices, *excess)
                 ceiling.prices = None
-            session.report_not_proved(record.not_proved)
+            session.report_not_proved(record.named)
             session.parts[Rehearsal].note(session.parts[Recorder], record, head, session.options.is_strict)
             if boundary == 1:
                 session.parts[Recorder].write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
-        session.give_up_protection(str(error))
+        session.give_up_protection(Reason("record-full", str(error)))
     except Exception as error:  # fail open
         fail_open.raise_if_meant(error)
-        session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
+        session.give_up_protection(
+            Reason("state-unreadable", f"the state of boundary {boundary} cannot be recorded: {error!r}")
+        )
     if session.local_rank == LEADER and not session.trains_alone:
         session.parts[SnapshotPart].agree(session.channel, boundary, is_open)
     if is_open and not session.trains_alone:
@@ -115,7 +118,7 @@ def _rehearse(session: Session, boundary: int) -> None:
         session.row[Field.REHEARSED] = read
 
 
-def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str:
+def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> Reason:
     """Why this rank's state could not be restored from records, other ranks and snapshots; "" if it could."""
     if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
         return why_not
@@ -123,8 +126,8 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     if elsewhere:
         return elsewhere
     if session.has_stepped:
-        return sharded.why_not_at_rest(optimizer) if optimizer_registry.are_sharded() else ""
+        return sharded.why_not_at_rest(optimizer) if optimizer_registry.are_sharded() else Reason()
     if not distributed_tensors.are_any(optimizer_registry.parameters()):
-        return ""
+        return Reason()
     why_not = sharded.why_not_held(optimizer_registry.stepped_tensors())
     return why_not or sharded.why_not_at_rest(optimizer)

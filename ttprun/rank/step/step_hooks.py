@@ -33,6 +33,7 @@ from ttprun.introspect.frames import variables_of
 from ttprun.introspect.unseen import unseen
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
+from ttprun.protocol.reason import Reason
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
@@ -63,8 +64,11 @@ def wrap_join(original: Any) -> Any:
         session = current()
         if session is not None and self._enable and session.world_size > 1:
             session.give_up_protection(
-                "with join() the ranks take different numbers of steps: give each as many batches (a "
-                "DistributedSampler, drop_last=True)"
+                Reason(
+                    "unequal-steps",
+                    "with join() the ranks take different numbers of steps: give each as many batches (a "
+                    "DistributedSampler, drop_last=True)",
+                )
             )
         return original(self)
 
@@ -120,8 +124,11 @@ def _end_closure(session: Session, optimizer: torch.optim.Optimizer, returned: A
 
 def _refuse_second_call(session: Session) -> None:
     session.give_up_protection(
-        "the optimizer calls its closure several times per step (LBFGS with max_iter > 1) and changes the weights in "
-        "between; only one call per step can be repaired: use torch.optim.LBFGS(max_iter=1) in a loop"
+        Reason(
+            "closure-called-twice",
+            "the optimizer calls its closure several times per step (LBFGS with max_iter > 1) and changes the weights "
+            "in between; only one call per step can be repaired: use torch.optim.LBFGS(max_iter=1) in a loop",
+        )
     )
 
 
@@ -192,7 +199,9 @@ def _strike(_: _Step) -> None:
 def _refuse(step: _Step) -> None:
     session, optimizer = step.session, step.optimizer
     if accelerator.is_capturing():
-        session.give_up_protection("the script captures its optimizer's step in a graph of the device: use it outside")
+        session.give_up_protection(
+            Reason("device-graph", "the script captures its optimizer's step in a graph of the device: use it outside")
+        )
     if session.expected is not None and gradients.are_carried_over(optimizer):
         report_mismatch(session.channel, session.generation, gradients.CARRIED)
     if gradients.were_carried(optimizer):
@@ -216,8 +225,14 @@ def _check_given_results(step: _Step) -> None:
         return
     for entry in journal.entries:
         if entry.result is None and not entry.input.is_kept and journal.source_of(entry) == session.rank:
-            reason = f"the result of {entry.signature} was overwritten while it was sent to the other ranks"
-            report_mismatch(session.channel, session.generation, reason)
+            report_mismatch(
+                session.channel,
+                session.generation,
+                Reason(
+                    "other-weights",
+                    f"the result of {entry.signature} was overwritten while it was sent to the other ranks",
+                ),
+            )
 
 
 def _end_proof(step: _Step) -> None:
@@ -349,7 +364,9 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     _running = None
     signal_handlers.Now.is_stepping = False
     if _closure is not None and not _closure.calls:
-        session.give_up_protection("the optimizer has taken a step without calling its closure")
+        session.give_up_protection(
+            Reason("closure-not-called", "the optimizer has taken a step without calling its closure")
+        )
         _boundary = session.applied + 1  # nothing has begun the step
     if not session.mode.is_live:
         session.mode.after_step()
@@ -393,7 +410,9 @@ def _note_weights(step: _Step) -> None:
         optimizer_registry.note_remains()
     except Exception as error:  # e.g. no memory for copies: fail open
         fail_open.raise_if_meant(error)
-        step.session.give_up_protection(f"the weights after step {step.boundary} cannot be noted: {error!r}")
+        step.session.give_up_protection(
+            Reason("state-unreadable", f"the weights after step {step.boundary} cannot be noted: {error!r}")
+        )
 
 
 def _keep_own_state(step: _Step) -> None:
@@ -470,4 +489,5 @@ def _look_at_state(session: Session) -> None:
         try:
             replicated.describe()
         except fail_open.NotRepairableError as error:
-            session.give_up_protection(f"{error}, and another rank cannot load that")
+            reason = Reason.of(error, "state-unreadable")
+            session.give_up_protection(reason.within(f"{reason}, and another rank cannot load that"))

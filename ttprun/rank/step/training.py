@@ -10,6 +10,7 @@ import torch
 
 from ttprun.capture.position import made_inside
 from ttprun.capture.records.evidence import INPUT
+from ttprun.protocol.reason import Reason
 from ttprun.rank import context
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import report_mismatch
@@ -38,7 +39,7 @@ class Training(context.Training):
     def report(self, equal: list[str], not_proved: list[str]) -> None:
         proof.report(self._session, equal, not_proved)
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: Reason) -> None:
         report_mismatch(self._session.channel, self._session.generation, why)
 
     def weights(self) -> Sequence[torch.Tensor]:
@@ -59,7 +60,7 @@ class Training(context.Training):
             proof.report(session, [], [f"{difference}; it is small and not a gradient: perhaps a measured time"])
             return
         cause = "its steps depend on something that is neither recorded nor made again by its setup"
-        self.refuse(f"the script cannot be replayed: {difference}, so {cause}")
+        self.refuse(Reason("not-replayable", f"the script cannot be replayed: {difference}, so {cause}"))
 
     def has_a_look(self) -> bool:
         return self._session.parts[Verifier].looks_before
