@@ -21,7 +21,7 @@ FLOORS = {
     "observe": {"errors"},
     "protocol": set(),
     "state": {"__version__", "errors"},
-    "introspect": {"device", "frameworks"},
+    "introspect": {"device", "frameworks", "protocol"},
     "capture": {"introspect", "device", "frameworks", "protocol"} | _BASE,
     "groups": {"introspect", "device", "protocol"} | _BASE,
     "tensors": {"introspect", "device", "protocol", "state"} | _BASE,
@@ -55,9 +55,8 @@ FLOORS = {
 ROOMS = [
     ("introspect",),
     ("capture", "groups", "tensors"),
-    ("rank.context", "rank.session"),
-    ("rank.process",),
-    ("rank.checks",),
+    ("rank.heartbeat", "rank.held_signals"),
+    ("rank.proof", "rank.verification"),
     ("rank.step",),
     ("rank.replay",),
     ("elastic_resume",),
@@ -131,13 +130,13 @@ def test_no_modules_of_the_agent_or_of_a_rank_import_each_other_in_a_circle() ->
 
 
 def test_the_session_of_a_rank_imports_none_of_the_folders_that_it_serves() -> None:
-    assert needs_of("rank")["ttprun.rank.session"] == {"ttprun.rank.context"}
-    assert needs_of("rank")["ttprun.rank.context"] == set()
+    assert needs_of("rank")["ttprun.introspect.current_rank"] == {"ttprun.introspect.current_rank"}
+    assert needs_of("rank")["ttprun.introspect.current_rank"] == set()
 
 
-# What a rank's session is called where it is written, and the files of its class and of the one that this is built on.
+# What a rank's session is called where it is written, and the file of its class.
 _SESSIONS = {"session", "member", "_session", "_member", "found"}
-_OWN = {"groups/host.py", "rank/session.py"}
+_OWN = {"introspect/current_rank.py"}
 
 
 def test_what_a_session_knows_is_written_in_one_file() -> None:
@@ -201,7 +200,7 @@ WIDE = {
 
 def test_a_file_is_known_by_its_name_alone() -> None:
     """But for those that each part, or each kind of process, has by the same name."""
-    shared = {"__init__.py", "host.py", "sitecustomize.py"}
+    shared = {"__init__.py", "sitecustomize.py"}
     named = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name not in shared)
 
     assert [name for name, count in named.items() if count > 1] == []

@@ -17,7 +17,7 @@ from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import ManagedGroup
 from ttprun.groups.results import Results
-from ttprun.introspect import host
+from ttprun.introspect import current_rank
 
 A_STEP = 50  # collectives
 STEPS = 60
@@ -46,7 +46,7 @@ class Link:
 def least_us(size_bytes: int) -> float:
     """The least time of an all-reduce of so many bytes, with its wait, among some steps."""
     session = make_session()
-    host.begin(session)
+    current_rank.begin(session)
     group = ManagedGroup(session, session[Exchange], "world", [0, 1], 0, timedelta(seconds=5))
     link: Any = Link()
     group.links._by_type = {"cpu": link}

@@ -60,7 +60,7 @@ def _lose_a_peer(backend: str, device: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from ttprun.groups.transports.late import LateWork
+    from ttprun.groups.device_link import LateWork
 
     os.environ.update(NCCL_VARIABLES)  # what ttprun's ranks have; else the watchdog ends the process
     with tempfile.TemporaryDirectory() as folder:

@@ -36,7 +36,7 @@ LIMIT_S = 60.0  # against one that hangs
 PROGRAM = """\
 import ctypes, os, sys, threading, time
 from ttprun.protocol.board import Board
-from ttprun.rank.process import heartbeat
+from ttprun.rank import heartbeat
 heartbeat.EVERY_S = {period_s}
 heartbeat.write_when_asked({stack_fd})
 heartbeat.start(Board({board_fd}, 1), 0)

@@ -22,7 +22,7 @@ LIMIT_S = 60.0
 PROGRAM = """\
 import os, signal, sys, threading, time
 from ttprun.protocol.board import Board
-from ttprun.rank.process import heartbeat as life
+from ttprun.rank import heartbeat as life
 life.hold(Board({board_fd}, 2), 1)
 {memory}
 print("there", flush=True)

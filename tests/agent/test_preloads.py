@@ -366,9 +366,9 @@ def test_a_rank_reports_its_packages_in_order_with_what_the_script_has_set_betwe
     program = f"""
 import os, sys
 sys.path[:0] = [{str(package)!r}, {str(tmp_path)!r}]
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 from ttprun.capture.position import imported, ast_transform as rewrite
-whose.add_user_directory({str(tmp_path)!r})
+ownership.add_user_directory({str(tmp_path)!r})
 rewrite.install()
 import early
 os.environ["MODE"] = "fast"

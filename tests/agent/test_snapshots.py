@@ -24,8 +24,8 @@ from ttprun.protocol.board import Board, Field
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
-from ttprun.tensors.checkpoint_shards import version_of
 from ttprun.tensors.memory import Memory
+from ttprun.tensors.shares import version_of
 
 RANKS = 2
 NO_ROOM = "it takes 1024 MiB of shared memory, and less than that is free"

@@ -1,6 +1,6 @@
 """Capturing alone: a script with a training loop is recorded at its optimizer steps, and goes on in another process.
 
-No launcher, no group: this process is its own host. A file holds what a recorder does (records/recorder.py), and the
+No launcher, no group: this process is a rank of none. A file holds what a recorder does (records/recorder.py), and the
 tensors that the optimizers update, with their gradients, as they were before the step. Begin with `Capture.run`.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tests.options import OPTIONS
 from ttprun.capture import effects, installing, recording
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.patch_rows import PATCHES
@@ -28,19 +29,17 @@ from ttprun.capture.replay.replay import NotRepeatedError, Replay
 from ttprun.capture.values import room_to_walk
 from ttprun.capture.values.changes import Clock
 from ttprun.capture.values.large import dtype_name, tensor_of
-from ttprun.device.device_errors import DeviceErrors, Diagnosis
-from ttprun.introspect import fail_open, patching, whose
-from ttprun.introspect.costs import Costs
-from ttprun.introspect.host import begin, leave_in_children
+from ttprun.introspect import fail_open, ownership, patching
+from ttprun.introspect.current_rank import LIVE, Observers, Parts, Rank, begin, leave_in_children
 from ttprun.introspect.models import all_of
 from ttprun.introspect.tensor_bytes import bytes_of, places
-from ttprun.protocol.board import Board, Phase
+from ttprun.protocol.board import Board
 
 SLOT_BYTES = 1 << 30  # room for one record, without what the optimizers update
 
 
 class Optimizers:
-    """The optimizers that the script makes; see host.py."""
+    """The optimizers that the script makes; see capture/host.py."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -78,65 +77,15 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
 
 
-class Live:
-    """The script runs as if it were not captured."""
+class _Line:
+    """Nobody is at the other end: what is reported are failures."""
 
-    is_live = True
-    is_alone = False
-    newest_step = 0
-
-    def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
-        return None
-
-    def note_not_proved(self, text: str) -> None: ...
-
-    def refuse_end(self) -> None: ...
+    def send(self, message: Any, fds: Any = ()) -> None:
+        raise AssertionError(message)
 
 
-class Alone:
-    """This process as its own host, and its training; see host.py."""
-
-    rank = 0
-    world_size = 1
-    run_dir = os.devnull  # no folder: what a replay prints is kept in memory
-    address = ""
-    generation = 0
-    is_over = False
-    framework = None
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.board = Board.create(1)[1]
-        self.row = self.board.row(0)
-        self.applied = 0
-        self.mode: Any = Live()
-        self.costs = Costs()
-        self.training = self
-        self.optimizers = Optimizers()
-        self._recorder = recorder
-
-    def __getitem__(self, kind: type) -> Any:
-        assert kind is Recorder
-        return self._recorder
-
-    def touch(self, phase: Phase) -> None: ...
-
-    def give_up_protection(self, reason: str) -> None:
-        raise AssertionError(reason)
-
-    def diagnose(self, error: BaseException) -> Diagnosis:
-        return DeviceErrors({}).diagnose(error)
-
-    def note(self, kind: int, name: str, values: Sequence[Any], what: str = "") -> bool:
-        return False
-
-    def report(self, equal: list[str], not_proved: list[str]) -> None:
-        assert not not_proved
-
-    def refuse(self, why: str) -> None:
-        raise NotRepeatedError(why)
-
-    def weights(self) -> Sequence[torch.Tensor]:
-        return list(self.optimizers.parameters())
+def _refuse(why: str) -> None:
+    raise NotRepeatedError(why)
 
 
 class Capture:
@@ -145,8 +94,27 @@ class Capture:
     def __init__(self, path: str) -> None:
         self._path = os.path.abspath(path)
         self._recorder = Recorder(Recorder.create(SLOT_BYTES), SLOT_BYTES)
-        self._host = Alone(self._recorder)
+        self._optimizers = Optimizers()
+        self._host = self._rank()
         self._kept: dict[str, Any] = {}
+
+    def _rank(self) -> Rank:
+        """This process as a rank without others; in a job of several its launcher's welcome says which."""
+        weights = self._optimizers.parameters
+        return Rank(
+            rank=0,
+            local_rank=0,
+            world_size=1,
+            run_dir=os.devnull,  # no folder: what a replay prints is kept in memory
+            options=OPTIONS,
+            channel=cast("Any", _Line()),
+            board=Board.create(1)[1],
+            parts=Parts({Recorder: self._recorder}),
+            observers=Observers(report=self._report, refuse=_refuse, weights=lambda: list(weights())),
+        )
+
+    def _report(self, equal: list[str], not_proved: list[str]) -> None:
+        assert not not_proved
 
     def run(self, script: str) -> None:
         """Run a script to its end, from the step on before which the file was written, if it is there.
@@ -155,15 +123,15 @@ class Capture:
         """
         host, full = self._host, user_code.full_path(script)
         for file in (__file__, "<string>"):  # who runs the script is no part of it
-            whose.leave_out(file)
+            ownership.leave_out(file)
         sys.path[0] = os.path.dirname(full)
-        whose.add_user_directory(sys.path[0])
+        ownership.add_user_directory(sys.path[0])
         user_code.install()
         effects.listen()
         installing.install()
         patching.replace(PATCHES)
         kind: Any = torch.optim.Optimizer
-        kind.__init__ = fail_open.guard("Optimizer.__init__", kind.__init__, host.optimizers.wrap_init)
+        kind.__init__ = fail_open.guard("Optimizer.__init__", kind.__init__, self._optimizers.wrap_init)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         begin(host)
@@ -182,7 +150,7 @@ class Capture:
             self._kept = msgpack.unpackb(file.read(), strict_map_key=False)
         self._recorder.restore(self._kept["recorder"])
         records, before = Replay.records_of(self._recorder, self._kept["boundary"])
-        return Replay(self._host, self._host.optimizers, records[-1], before)
+        return Replay(self._host, self._optimizers, records[-1], before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         host, frame = self._host, sys._getframe(1)
@@ -200,7 +168,7 @@ class Capture:
 
     def _go_live(self, replay: Replay) -> None:
         """The script is where it was recorded, before the step: load what the optimizers update."""
-        optimizers = self._host.optimizers
+        optimizers = self._optimizers
         with torch.no_grad():
             for tensor, packed in zip(optimizers.stepped_tensors(), self._kept["tensors"], strict=True):
                 tensor.copy_(tensor_of(*packed))
@@ -208,11 +176,11 @@ class Capture:
                 parameter.grad = None if packed is None else tensor_of(*packed)
         replay.findings.report()
         replay.unmute()
-        self._host.mode = Live()
+        self._host.mode = LIVE
         self._host.applied = replay.boundary - 1
 
     def _record(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
-        host, recorder, made = self._host, self._recorder, self._host.optimizers
+        host, recorder, made = self._host, self._recorder, self._optimizers
         boundary = host.applied + 1
         number, held = made.number_of(optimizer), places(made.stepped_tensors())
         with room_to_walk():

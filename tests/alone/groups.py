@@ -13,19 +13,18 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ttprun.groups import ending, generations, groups
+from tests.options import OPTIONS
+from ttprun.groups import PATCHES, departure, generations, script_calls
 from ttprun.groups.agreement import Agreed
 from ttprun.groups.connection import GIVEN_UP, Exchange, GenerationOverError, GivenUpError
-from ttprun.groups.host import Member, Training
 from ttprun.groups.journal import EndedError, Journal
-from ttprun.groups.patched import PATCHES
 from ttprun.groups.results import Results
-from ttprun.introspect.host import begin, leave_in_children
+from ttprun.introspect.current_rank import Rank, begin, leave_in_children
 from ttprun.introspect.patching import replace
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
@@ -43,12 +42,6 @@ class _Known(Message, frozen=True):
     """What a member reports to the others once it is frozen: what it has issued; {}: it is new."""
 
     journal: dict[str, GroupJournal]
-
-
-class _Options:
-    """What groups ask of a rank's options."""
-
-    device_errors: dict[str, Any] = {}  # noqa: RUF012 - none of the user's own
 
 
 class _Line:
@@ -121,15 +114,14 @@ class Groups:
         self._store = PrefixStore("ttprun", store)
         line: Any = _Line(self._store)
         self._exchange = StoreExchange(self._store, line)
-        self.member = member = Member(
+        self.member = member = Rank(
             rank=rank,
             local_rank=rank,
             world_size=size,
             run_dir="",
-            options=cast("Any", _Options()),
+            options=OPTIONS,
             channel=line,
             board=Board.create(size)[1],  # of this process alone
-            training=Training(),
         )
         self._journal = Journal(1 << 40, diagnose=member.diagnose, report_broken=self._report_broken)
         member.parts.update({Journal: self._journal, Results: Results(_NoLog()), Exchange: self._exchange})
@@ -137,7 +129,7 @@ class Groups:
         self._is_ending = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="ttprun-watching", daemon=True)
         self._working = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
-        groups.register()
+        script_calls.register()
         replace(row for row in PATCHES if row.where != "imported" and row.attribute != "destroy_process_group")
         begin(member)
         leave_in_children()
@@ -158,7 +150,7 @@ class Groups:
         for thread in (self._watching, self._working):
             if thread.is_alive():
                 thread.join(_END_S)
-        ending.end(self.member, _END_S)
+        departure.end(self.member, _END_S)
 
     # A member is lost.
 

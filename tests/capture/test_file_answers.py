@@ -17,9 +17,9 @@ from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from ttprun.capture.effects import file_answers, file_system
 from ttprun.capture.effects.file_answers import WRITTEN_AGAIN
-from ttprun.introspect import whose
-from ttprun.rank.bootstrap import patches
-from ttprun.rank.context import LIVE
+from ttprun.introspect import ownership
+from ttprun.introspect.current_rank import LIVE
+from ttprun.rank.bootstrap import patch_table
 
 Question = Callable[[str], Any]
 QUESTIONS: dict[str, Question] = {
@@ -60,7 +60,7 @@ def ask_all(folder: str) -> dict[str, Any]:
 
 def lives(folder: str) -> list[dict[str, Any]]:
     """What the script is answered without ttprun, with it, in a replay, and in a replacement from the top."""
-    whose.add_user_directory(os.path.dirname(__file__))
+    ownership.add_user_directory(os.path.dirname(__file__))
     kept: list[Any] = []
 
     def keep(entry: Any) -> int:
@@ -69,7 +69,7 @@ def lives(folder: str) -> list[dict[str, Any]]:
         return len(packed)
 
     found = [ask_all(begin_in(folder, "plain"))]
-    patches.apply_all(with_replay=False)
+    patch_table.apply_all(with_replay=False)
     file_system.watch()
     session = make_session()
     become(session)
@@ -122,7 +122,7 @@ def test_a_replacement_is_answered_as_its_rank_was_and_that_as_without_ttprun(na
 
 def ask_much(folder: str) -> tuple[int, list[str], int]:
     """One line that asks for many files, and another one after it."""
-    whose.add_user_directory(os.path.dirname(__file__))
+    ownership.add_user_directory(os.path.dirname(__file__))
     file_system.watch()
     kept: list[Any] = []
     become(make_session())
@@ -145,7 +145,7 @@ def test_a_line_that_asks_too_much_is_named_and_the_others_are_kept(tmp_path: An
 
 def looks_in_lives(folder: str, lives: int, script: Callable[[str], Any]) -> list[Any]:
     """What a script comes to in processes of a rank, each of which is lost in step 0."""
-    whose.add_user_directory(os.path.dirname(__file__))
+    ownership.add_user_directory(os.path.dirname(__file__))
     file_system.watch()
     file_system.was_written_in_gap = lambda path: True
     kept: list[Any] = []

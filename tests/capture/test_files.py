@@ -27,10 +27,10 @@ from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
 from ttprun.capture.effects import file_system, script_files
 from ttprun.capture.records.recorder import Recorder
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
+from ttprun.introspect.current_rank import LIVE
 from ttprun.protocol.board import Board, Field
-from ttprun.rank.bootstrap import patches
-from ttprun.rank.context import LIVE
+from ttprun.rank.bootstrap import patch_table
 
 STEPS = 6
 Habit = Callable[[str], Iterator[None]]
@@ -235,8 +235,8 @@ CASES = [(name, loss) for name in HABITS for loss in LOSSES if loss in EVERYWHER
 
 def outcomes(directory: str) -> dict[tuple[str, str], tuple[str, str, list[int]]]:
     """By habit and loss: (what the file holds, what it would hold, how the lives ended)."""
-    whose.add_user_directory(os.path.dirname(__file__))
-    assert patches.apply_all(with_replay=True) == []
+    ownership.add_user_directory(os.path.dirname(__file__))
+    assert patch_table.apply_all(with_replay=True) == []
     found = {}
     for name, write in HABITS.items():
         whole = f"{directory}/{name}"
@@ -314,8 +314,8 @@ def test_a_file_of_the_step_in_which_a_rank_was_lost_is_to_be_written_again(tmp_
 
 def drop(directory: str) -> tuple[str, int]:
     """What people write in one line; returns what can be read behind it, and descriptors left open."""
-    whose.add_user_directory(os.path.dirname(__file__))
-    patches.apply_all(with_replay=False)
+    ownership.add_user_directory(os.path.dirname(__file__))
+    patch_table.apply_all(with_replay=False)
     become(make_session())
     before = len(os.listdir("/proc/self/fd"))
     json.dump({"lr": 0.1}, open(f"{directory}/settings.json", "w"))  # noqa: SIM115
@@ -328,8 +328,8 @@ def test_a_file_that_the_script_drops_is_closed_as_python_does_it(tmp_path: Any)
 
 def share(directory: str) -> list[str]:
     """Two ranks append to one file; one of them is lost and replaced."""
-    whose.add_user_directory(os.path.dirname(__file__))
-    patches.apply_all(with_replay=True)
+    ownership.add_user_directory(os.path.dirname(__file__))
+    patch_table.apply_all(with_replay=True)
     path = f"{directory}/shared"
     fds = [Board.create(1)[0], Recorder.create(RECORD_BYTES)]
 
@@ -353,8 +353,8 @@ def test_what_other_ranks_append_to_the_same_file_stays(tmp_path: Any) -> None:
 
 def replay_everything(directory: str) -> dict[str, Any]:
     """What a replay does to the files of the lost rank."""
-    whose.add_user_directory(os.path.dirname(__file__))
-    patches.apply_all(with_replay=True)
+    ownership.add_user_directory(os.path.dirname(__file__))
+    patch_table.apply_all(with_replay=True)
     file_system.watch()
     old, away, folder = (f"{directory}/{name}" for name in ("old", "away", "folder"))
     for path in (old, away):
@@ -392,9 +392,9 @@ MISUSES: list[tuple[Any, ...]] = [
 
 
 def open_wrongly(directory: str) -> list[Any]:
-    whose.add_user_directory(os.path.dirname(__file__))
+    ownership.add_user_directory(os.path.dirname(__file__))
     real = builtins.open
-    patches.apply_all(with_replay=False)
+    patch_table.apply_all(with_replay=False)
     become(make_session())
     found = []
     for arguments in MISUSES:
@@ -420,8 +420,8 @@ def test_a_file_for_appending_is_like_any_other(tmp_path: Any) -> None:
 
 def set_up_among_others(directory: str) -> dict[str, str]:
     """A rank of a run that goes on with other ranks: its first step writes, and is undone."""
-    whose.add_user_directory(os.path.dirname(__file__))
-    patches.apply_all(with_replay=True)
+    ownership.add_user_directory(os.path.dirname(__file__))
+    patch_table.apply_all(with_replay=True)
     file_system.watch()
     log, own = (f"{directory}/{name}" for name in ("log", "log of a new rank"))
     pathlib.Path(log).write_text("step 1\nstep 2\nstep 3, which comes again\n")

@@ -17,7 +17,7 @@ from ttprun import frameworks
 from ttprun.capture.data import loaders
 from ttprun.capture.position import disk_cache, loops, user_code
 from ttprun.capture.values import objects
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 from ttprun.rank.bootstrap import reset
 
 LOOP = "def fit(run):\n    for step in range(3):\n        run(step)\n"
@@ -25,16 +25,16 @@ LOOP = "def fit(run):\n    for step in range(3):\n        run(step)\n"
 
 @pytest.fixture(autouse=True)
 def nothing_else_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(whose, "_named", set())
-    monkeypatch.setattr(whose, "_followed_files", set())
-    monkeypatch.setattr(whose, "_followed_packages", ())
+    monkeypatch.setattr(ownership, "_named", set())
+    monkeypatch.setattr(ownership, "_followed_files", set())
+    monkeypatch.setattr(ownership, "_followed_packages", ())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     finder = user_code._Finder()
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
-    whose._forget_answers()
+    ownership._forget_answers()
     yield
     sys.meta_path.remove(finder)  # type: ignore[arg-type]
-    whose._forget_answers()
+    ownership._forget_answers()
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def loader_of(module: str, folder: Path) -> Any:
 
 
 def test_a_module_is_followed_by_its_name_and_the_rest_of_its_package_is_not(installed: Path) -> None:
-    whose.follow(["their_framework.trainer"])
+    ownership.follow(["their_framework.trainer"])
 
     assert isinstance(loader_of("their_framework.trainer", installed), user_code.NamedLoader)
     assert loader_of("their_framework.logs", installed) is None
@@ -63,7 +63,7 @@ def test_a_module_is_followed_by_its_name_and_the_rest_of_its_package_is_not(ins
 
 
 def test_a_package_stands_for_all_of_its_modules(installed: Path) -> None:
-    whose.follow(["their_framework.loops"])
+    ownership.follow(["their_framework.loops"])
 
     assert isinstance(loader_of("their_framework.loops", installed), user_code.NamedLoader)
     assert isinstance(loader_of("their_framework.loops.fit", installed / "loops"), user_code.NamedLoader)
@@ -71,23 +71,23 @@ def test_a_package_stands_for_all_of_its_modules(installed: Path) -> None:
 
 
 def test_a_followed_module_is_in_loops_frames_and_state_and_its_whole_package_in_effects(installed: Path) -> None:
-    whose.follow(["their_framework.trainer"])
+    ownership.follow(["their_framework.trainer"])
     trainer, logs = str(installed / "trainer.py"), str(installed / "logs.py")
 
     loader_of("their_framework.trainer", installed).get_code("their_framework.trainer")
 
-    assert (whose.is_script_code(trainer), whose.has_muted_effects(trainer)) == (True, True)
-    assert (whose.is_script_code(logs), whose.has_muted_effects(logs)) == (False, True)
-    assert not whose.has_muted_effects(str(installed.parent / "other.py"))
-    assert not whose.is_of_user(trainer)
+    assert (ownership.is_script_code(trainer), ownership.has_muted_effects(trainer)) == (True, True)
+    assert (ownership.is_script_code(logs), ownership.has_muted_effects(logs)) == (False, True)
+    assert not ownership.has_muted_effects(str(installed.parent / "other.py"))
+    assert not ownership.is_of_user(trainer)
 
 
 def test_what_a_package_writes_for_a_loop_of_the_scripts_own_is_muted_too() -> None:
     folder = "/usr/lib/python3/site-packages"
 
-    assert whose.has_muted_effects(f"{folder}/peft/utils/save_and_load.py")
-    assert not whose.is_script_code(f"{folder}/peft/utils/save_and_load.py")
-    assert not whose.has_muted_effects(f"{folder}/datasets/arrow_writer.py")
+    assert ownership.has_muted_effects(f"{folder}/peft/utils/save_and_load.py")
+    assert not ownership.is_script_code(f"{folder}/peft/utils/save_and_load.py")
+    assert not ownership.has_muted_effects(f"{folder}/datasets/arrow_writer.py")
 
 
 def test_a_module_that_is_a_file_by_itself_mutes_no_other(tmp_path: Path) -> None:
@@ -95,12 +95,12 @@ def test_a_module_that_is_a_file_by_itself_mutes_no_other(tmp_path: Path) -> Non
     folder.mkdir()
     for name in ("mytrainer", "other"):
         (folder / f"{name}.py").write_text(LOOP)
-    whose.follow(["mytrainer"])
+    ownership.follow(["mytrainer"])
 
     loader_of("mytrainer", folder).get_code("mytrainer")
 
-    assert whose.has_muted_effects(str(folder / "mytrainer.py"))
-    assert not whose.has_muted_effects(str(folder / "other.py"))
+    assert ownership.has_muted_effects(str(folder / "mytrainer.py"))
+    assert not ownership.has_muted_effects(str(folder / "other.py"))
 
 
 def kept_file(tmp_path: Path) -> Path:

@@ -14,8 +14,8 @@ import pytest
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
 from ttprun.capture.position import call_site, user_code
-from ttprun.introspect import whose
-from ttprun.rank.step import boundary
+from ttprun.introspect import ownership
+from ttprun.rank.step import record
 
 ROOT = Path(__file__).parents[2]
 GATHERS = {
@@ -67,7 +67,7 @@ DOES_NOT = {
 
 def run_steps(source: str, directory: str, step: Callable[[FrameType], None]) -> None:
     """Run such a script of the user's; `step` is given its frame at each step."""
-    whose.add_user_directory(directory)
+    ownership.add_user_directory(directory)
     script = f"{directory}/script.py"
 
     def train(batch: Any) -> int:
@@ -96,7 +96,7 @@ def records_of(source: str, directory: str) -> list[str]:
     """Why the record of each step's boundary cannot be used."""
     found: list[str] = []
     session = make_session(directory)
-    run_steps(source, directory, lambda frame: found.append(boundary.describe(session, 1, frame)[0].unfollowed))
+    run_steps(source, directory, lambda frame: found.append(record.describe(session, 1, frame)[0].unfollowed))
     return found
 
 

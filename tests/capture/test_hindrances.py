@@ -15,7 +15,7 @@ from ttprun.capture import values
 from ttprun.capture.records.boundary_record import BoundaryRecord, read_head
 from ttprun.capture.records.nodes import DictNode, ListNode, Number, ObjectNode, RefusedNode
 from ttprun.protocol import from_rank
-from ttprun.rank.step import hindrances
+from ttprun.rank.step.record import hindrance_of, why_shards_unknown
 
 
 def record(**variables: Any) -> BoundaryRecord:
@@ -29,7 +29,7 @@ def look(record: BoundaryRecord, is_strict: bool = True) -> str:
         for sentence, is_needed in values.refusals(read_head(values.pack(record)))
         if sentence and (is_needed or is_strict)
     ]
-    return hindrances.look(record, found)
+    return hindrance_of(record, found)
 
 
 class Holder:
@@ -94,7 +94,7 @@ def test_optimizers_and_parameters_that_are_sharded_by_hand_of_torch_are_named()
     plain, flattened = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     flattened._fsdp_flattened = True  # type: ignore[attr-defined]
 
-    found = [hindrances.why_shards_unknown(torch.optim.SGD([one], lr=0.1)) for one in (plain, flattened)]
+    found = [why_shards_unknown(torch.optim.SGD([one], lr=0.1)) for one in (plain, flattened)]
 
     assert found[0] == ""
     assert "FSDP1" in found[1]

@@ -49,10 +49,10 @@ from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
 from ttprun.capture.data import loader_parts, loaders, workers
 from ttprun.capture.records.recorder import Recorder
-from ttprun.introspect import random_state, whose
-from ttprun.rank.bootstrap import install, patches
-from ttprun.rank.checks import replay_guard
-from ttprun.rank.context import Mode
+from ttprun.introspect import ownership, random_state
+from ttprun.introspect.current_rank import Mode
+from ttprun.rank import proof
+from ttprun.rank.bootstrap import install, patch_table
 
 EPOCHS = 2
 STOPS = ((0, 4), (1, 3))  # (epoch, batches handed out in it) at which the rank is lost
@@ -337,10 +337,10 @@ def in_child(act: Callable[[], Any]) -> Any:
 def lives_of(kind: str) -> dict[tuple[int, int], Any]:
     """Of each stop: what the replacement hands out, and what the undisturbed rank does from the same batch on."""
     os.register_at_fork(after_in_child=end_with_parent)
-    whose.add_user_directory(user_values.__file__)
-    whose._user_directories.append(user_values.__file__)
+    ownership.add_user_directory(user_values.__file__)
+    ownership._user_directories.append(user_values.__file__)
     make = KINDS[kind]
-    missing = patches.apply_all(with_replay=True)
+    missing = patch_table.apply_all(with_replay=True)
     assert missing == []
     whole = in_child(lambda: _live(make, Life(), None)[0])
     found: dict[tuple[int, int], Any] = {}
@@ -385,7 +385,7 @@ def test_a_replacement_is_handed_the_batches_that_the_lost_rank_would_have_been_
 
 
 def lives_that_differ() -> dict[tuple[int, int], Any]:
-    replay_guard._KILL_LIMIT_S = 0.0
+    proof._KILL_LIMIT_S = 0.0
     KINDS["lasting"] = lambda: [DataLoader(CountsItsEpochs(), 3, **LASTING)]
     return lives_of("lasting")
 
@@ -398,7 +398,7 @@ def test_a_loader_whose_workers_prepare_other_batches_than_the_lost_ranks_had_is
 
 
 def _names_after_a_batch(kind: str) -> list[str]:
-    patches.apply_all(with_replay=False)
+    patch_table.apply_all(with_replay=False)
     become(make_session())
     loader = DataLoader(Numbers(), 3)
     next(iter(loader) if kind == "torch's" else torch_dataloader._SingleProcessDataLoaderIter(loader))
@@ -415,7 +415,7 @@ def test_a_loader_whose_position_is_not_recorded_is_named(kind: str, count: int)
 
 
 def _records_after(act: Callable[[DataLoader[Any]], Any], options: dict[str, Any]) -> list[Any]:
-    patches.apply_all(with_replay=False)
+    patch_table.apply_all(with_replay=False)
     become(make_session())
     loader = DataLoader(Numbers(), 3, **options)
     kept = act(loader)
@@ -463,7 +463,7 @@ def test_only_iterators_that_the_script_is_inside_of_are_recorded(
 
 
 def _record_before_the_first_batch() -> list[Any]:
-    patches.apply_all(with_replay=True)
+    patch_table.apply_all(with_replay=True)
     session = make_session()
     become(session)
     lost = iter(DataLoader(Numbers(), 3))
@@ -481,7 +481,7 @@ def _record_before_the_first_batch() -> list[Any]:
 
 def _batches_after_a_late_change(kind: str, change: Callable[[Any, int], None]) -> list[Any]:
     """The third batch of a lost rank's iterator and of its replacement's; something changes after each was made."""
-    patches.apply_all(with_replay=True)
+    patch_table.apply_all(with_replay=True)
     session = make_session()
     become(session)
     (loader,) = KINDS[kind]()

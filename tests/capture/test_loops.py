@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ttprun.capture.position import loops, user_code
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 
 Loops = list[loops.Loop]
 
@@ -22,7 +22,7 @@ Loops = list[loops.Loop]
 @pytest.fixture
 def run_followed(tmp_path: Any) -> Callable[..., dict[str, Any]]:
     """`run_followed(source, **names)`: run a user's module with its loops followed; returns its globals."""
-    whose.add_user_directory(str(tmp_path))
+    ownership.add_user_directory(str(tmp_path))
     filename = str(tmp_path / "script.py")
 
     def run(source: str, **names: Any) -> dict[str, Any]:

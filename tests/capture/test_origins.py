@@ -12,8 +12,8 @@ import pytest
 
 from tests.rank.processes import run_alone
 from ttprun.capture.effects import origins
-from ttprun.introspect import whose
-from ttprun.rank.bootstrap import patches
+from ttprun.introspect import ownership
+from ttprun.rank.bootstrap import patch_table
 
 
 def names() -> dict[str, str]:
@@ -34,8 +34,8 @@ def names() -> dict[str, str]:
 
 
 def begin_listening() -> None:
-    whose.add_user_directory(os.path.dirname(__file__))
-    patches.apply_early(is_mindio=False)
+    ownership.add_user_directory(os.path.dirname(__file__))
+    patch_table.apply_early(is_mindio=False)
     origins.listen()
 
 

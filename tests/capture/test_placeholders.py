@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ttprun.capture.position import loops, user_code
 from ttprun.capture.position.placeholders import PLACEHOLDER, PlaceholderUsedError, hand_out, like, pass_over
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 
 SKIP = 4
 LENGTH = 12
@@ -240,7 +240,7 @@ def test_a_million_batches_are_passed_over_in_no_time_and_nothing_is_drawn() -> 
 
 def test_a_generator_with_a_loop_of_its_own_begins_in_the_middle_of_it_and_is_counted_around(tmp_path: Any) -> None:
     """The loop in it takes only one item again; what stands around it has counted all the same."""
-    whose.add_user_directory(str(tmp_path))
+    ownership.add_user_directory(str(tmp_path))
     source = b"def halves(numbers):\n    for number in numbers:\n        yield number / 2\n"
     code = user_code.compile_followed(source, str(tmp_path / "script.py"))
     site = list(loops.sites.values())[-1]

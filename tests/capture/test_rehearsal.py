@@ -20,10 +20,10 @@ from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.values import data_trees
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
+from ttprun.introspect.current_rank import current
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
-from ttprun.rank.session import current
 
 GENERATOR = "(n for n in range(9))"
 OF_OPTIMIZER = f"optimizer.tickets = {GENERATOR}; next(optimizer.tickets)"
@@ -85,7 +85,7 @@ def _reported(rank: int, source: str) -> tuple[list[list[str]], int]:
         send(message, *args)
 
     session.channel.send = listen  # type: ignore[method-assign]
-    whose.add_user_directory("/script")
+    ownership.add_user_directory("/script")
     scope: dict[str, Any] = {"__name__": "script", "note": lambda: None}
     scope["__builtins__"] = vars(__import__("builtins")) | user_code.BUILTINS
     code = user_code.compile_followed(source.encode(), "/script/script.py")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.rank.processes import run_alone
 from ttprun.capture.position import disk_cache, library_loops, user_code
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 
 LOOP = "def fit(look):\n    for _ in range(1):\n        found = look()\n    return found\n"
 
@@ -100,8 +100,8 @@ def test_what_somebody_else_could_have_written_is_not_followed(trainer: Path, ca
 
 
 def test_only_the_file_is_followed_and_not_the_whole_package(trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whose, "_seen_before", None)
-    whose.follow_files([str(trainer.parent / "__init__.py")])
+    monkeypatch.setattr(ownership, "_seen_before", None)
+    ownership.follow_files([str(trainer.parent / "__init__.py")])
     finder = user_code._Finder()
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.rank.scripts import Outcome, run_plain, run_under_shim
 from ttprun.capture.position import user_code
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_module_of_the_users_is_followed_and_an_installed_one_is_not(tmp_path:
     (tmp_path / "site-packages" / "theirs").mkdir(parents=True)
     for place in (tmp_path / "mine", tmp_path / "site-packages" / "theirs"):
         (place / "__init__.py").write_text("for x in ():\n    pass\n")
-    whose.add_user_directory(str(tmp_path))
+    ownership.add_user_directory(str(tmp_path))
     finder = user_code._Finder()
 
     mine = finder.find_spec("mine", [str(tmp_path)])

@@ -10,8 +10,8 @@ import pytest
 from tests.device.test_gpus import unprotected
 from tests.rank.worlds import run_world
 from ttprun.capture.position import user_code
-from ttprun.introspect import whose
-from ttprun.rank.session import current
+from ttprun.introspect import ownership
+from ttprun.introspect.current_rank import current
 
 BEGIN = """
 import torch
@@ -65,7 +65,7 @@ def _run(rank: int, source: str) -> list[str]:
     session = current()
     assert session is not None
     found: list[str] = []
-    whose.add_user_directory("/script")
+    ownership.add_user_directory("/script")
     scope: dict[str, Any] = {"__name__": "script", "note": lambda: found.append(session.hindrance)}
     scope["__builtins__"] = vars(__import__("builtins")) | user_code.BUILTINS
     code = user_code.compile_followed(source.encode(), "/script/script.py")

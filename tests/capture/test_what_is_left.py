@@ -29,11 +29,11 @@ from ttprun.capture.records.recorder import (
     Recorder,
     RecordTooLargeError,
 )
-from ttprun.groups.entry import Entry
+from ttprun.groups.operations import Entry
 from ttprun.groups.results import SELDOM, Answers, Results
-from ttprun.introspect import random_state, whose
+from ttprun.introspect import ownership, random_state
 from ttprun.protocol.board import Field
-from ttprun.rank.bootstrap import patches, reset
+from ttprun.rank.bootstrap import patch_table, reset
 from ttprun.tensors import gradients
 
 # The recorder.
@@ -352,8 +352,8 @@ def drawn_from_the_system(applied: int) -> list[int]:
     import tempfile
     import uuid
 
-    whose.add_user_directory(os.path.dirname(__file__))
-    patches.apply_all(with_replay=False)
+    ownership.add_user_directory(os.path.dirname(__file__))
+    patch_table.apply_all(with_replay=False)
     session = make_session()
     session.applied = applied
     become(session)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.rank.processes import run_alone
 from ttprun.capture.position import call_site, loops, user_code
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 
 IN_TURN = """\
 for epoch in range(2):
@@ -41,7 +41,7 @@ for batch in range(1):
 
 def _run(source: str, directory: str, look: Callable[[FrameType], Any]) -> list[Any]:
     """What is seen at each step of such a script."""
-    whose.add_user_directory(directory)
+    ownership.add_user_directory(directory)
     found: list[Any] = []
     scope: dict[str, Any] = {"__name__": "script", "step": lambda: found.append(look(sys._getframe(1)))}
     scope["__builtins__"] = vars(__import__("builtins")) | {

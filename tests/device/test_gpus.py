@@ -15,10 +15,10 @@ import torch.distributed as dist
 from tests.rank.worlds import FakeAgent, run_world
 from ttprun.device import accelerator
 from ttprun.device.environment import DEBUG_NOTE
-from ttprun.groups import captures, device_waits, groups
+from ttprun.groups import script_calls
 from ttprun.groups.journal import Journal
+from ttprun.introspect.current_rank import current
 from ttprun.protocol import from_rank
-from ttprun.rank.session import current
 
 
 def unprotected() -> str:
@@ -76,7 +76,7 @@ def test_a_backward_pass_that_is_captured_in_a_graph_is_not_repaired() -> None:
 def test_a_script_that_captures_graphs_of_cuda_is_not_repaired_from_the_first_capture_on() -> None:
     found = run_world(graph_of_cuda)
 
-    assert found == [captures.REASON] * 2
+    assert found == [script_calls.REASON] * 2
 
 
 def test_a_step_that_is_captured_in_a_graph_is_not_repaired() -> None:
@@ -142,7 +142,7 @@ def synchronize(rank: int) -> Any:
     journal.unfinished = lambda: under_way
     journal.wait = lambda entry: waited.append(entry.outputs[0].device.type)
     seen: list[list[str]] = []
-    device_waits.wrap_synchronize(lambda: seen.append([*waited]))()
+    script_calls.wrap_synchronize(lambda: seen.append([*waited]))()
     return seen
 
 
@@ -157,7 +157,7 @@ def begin_to_debug(rank: int) -> str:
     assert session is not None
     session.generation = 0  # the job's first; later ones have nothing new to say
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    groups._chosen = lambda backend, device_id: ({"cpu": "gloo", "cuda": "nccl"}, "")
+    script_calls._chosen = lambda backend, device_id: ({"cpu": "gloo", "cuda": "nccl"}, "")
     with contextlib.suppress(Exception), tempfile.TemporaryDirectory() as folder:  # there is no NCCL here
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     return "said"

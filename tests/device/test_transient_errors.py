@@ -15,11 +15,10 @@ from tests.options import OPTIONS
 from tests.rank.fakes import become, make_session
 from ttprun.device.device_errors import DeviceErrors, DeviceFault, UpdateTimes, diagnosis_of, now_us
 from ttprun.device.interface import DeviceFailedError
-from ttprun.groups.host import Made
+from ttprun.introspect.current_rank import ScriptGroups, current
 from ttprun.protocol.to_rank import Options
 from ttprun.rank.bootstrap import rerun
 from ttprun.rank.bootstrap.rerun import is_transient
-from ttprun.rank.session import current
 from ttprun.rank.step import step_hooks
 
 ADDITIONS = {"^ValueError: parity": "memory-temporary", "UCE ERROR": "unknown"}
@@ -73,7 +72,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNpu]:
     fake = FakeNpu()
     fake.install(monkeypatch)
     line: Any = Notes()
-    session = make_session(channel=line, made=Made(living={"": object()}))
+    session = make_session(channel=line, made=ScriptGroups(living={"": object()}))
     session.options = replace(OPTIONS, retry_on=["out of memory"])
     become(session)
     yield fake

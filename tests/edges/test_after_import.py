@@ -12,7 +12,7 @@ import pytest
 ROOT = str(Path(__file__).resolve().parents[2])
 BEGIN = """
 import importlib, importlib.util, sys, threading
-from ttprun.introspect.after_import import after_import, is_overdue
+from ttprun.introspect.patching import after_import, is_overdue
 done = []
 after_import("waited", lambda: done.append(sys.modules["waited"].value))
 """
@@ -93,7 +93,9 @@ def test_it_is_done_once_when_the_module_is_whole(way: str, tmp_path: Path) -> N
 
 
 def test_it_is_done_at_once_if_the_module_is_there() -> None:
-    script = "import json\nfrom ttprun.introspect.after_import import after_import\nafter_import('json', lambda: print('done'))"
+    script = (
+        "import json\nfrom ttprun.introspect.patching import after_import\nafter_import('json', lambda: print('done'))"
+    )
 
     done = subprocess.run(
         [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": ROOT}, text=True, capture_output=True,

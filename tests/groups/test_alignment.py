@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.groups.entry import Entry
+from ttprun.groups.operations import Entry
 from ttprun.groups.reissue import unpack_given
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
-from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.session import Session
+from ttprun.rank.proof import Alignment
 from ttprun.tensors.state_transfer import InDirectory, serve_gradients, take_gradients
 
 LIMIT_S = 60.0
@@ -85,13 +85,13 @@ def test_gradients_of_other_parameters_are_not_taken(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[Rank]:
     channel = FakeChannel()
     yield make_session(channel=channel)
     channel.close()
 
 
-def arriving(session: Session, boundary: int) -> threading.Thread:
+def arriving(session: Rank, boundary: int) -> threading.Thread:
     """Its main thread comes to an optimizer step."""
     optimizer = optimizer_with(None)
     thread = threading.Thread(target=lambda: session[Alignment].arrive(session, boundary, optimizer), daemon=True)
@@ -99,7 +99,7 @@ def arriving(session: Session, boundary: int) -> threading.Thread:
     return thread
 
 
-def asked(session: Session, times: int) -> list[tuple[int, int]]:
+def asked(session: Rank, times: int) -> list[tuple[int, int]]:
     """(generation, boundary) of what it has asked, once it has asked so often."""
     channel: Any = session.channel
     with session.changed:
@@ -112,7 +112,7 @@ def _questions(channel: Any) -> list[tuple[int, int]]:
     return [(message.generation, message.boundary) for message in found]
 
 
-def test_a_replacement_waits_through_another_recovery_until_it_has_the_gradients(session: Session) -> None:
+def test_a_replacement_waits_through_another_recovery_until_it_has_the_gradients(session: Rank) -> None:
     alignment = session[Alignment]
     alignment.is_needed = True
     alignment.begin(session, session.generation, source=0)
@@ -131,7 +131,7 @@ def test_a_replacement_waits_through_another_recovery_until_it_has_the_gradients
     assert (was_waiting, main.is_alive()) == (True, False)
 
 
-def test_a_replacement_whose_own_results_count_after_another_recovery_goes_on(session: Session) -> None:
+def test_a_replacement_whose_own_results_count_after_another_recovery_goes_on(session: Rank) -> None:
     alignment = session[Alignment]
     alignment.is_needed = True
     alignment.begin(session, session.generation, source=0)
@@ -144,7 +144,7 @@ def test_a_replacement_whose_own_results_count_after_another_recovery_goes_on(se
     assert not main.is_alive()
 
 
-def test_a_survivor_asks_nothing_and_its_step_is_known_once_it_has_recorded_it(session: Session) -> None:
+def test_a_survivor_asks_nothing_and_its_step_is_known_once_it_has_recorded_it(session: Rank) -> None:
     optimizer = optimizer_with(None)
     session[Alignment].begin(session, session.generation, source=0)
 

@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import FakeAgent, run_world, say
-from ttprun.groups.transports import TRANSPORTS, Transport
-from ttprun.groups.transports.late import LateLink
+from ttprun.groups.connection import Transport
+from ttprun.groups.device_link import LateLink
+from ttprun.groups.links import TRANSPORTS
+from ttprun.introspect.current_rank import current
 from ttprun.protocol import from_rank
-from ttprun.rank.session import current
 
 STEPS = 3
 

@@ -36,8 +36,8 @@ from tests.rank.collectives import (
 from tests.rank.training import losses_and_weights
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.groups.journal import Journal
+from ttprun.introspect.current_rank import current
 from ttprun.protocol import from_rank
-from ttprun.rank.session import current
 
 
 def several_at_once(rank: int) -> Any:

@@ -7,6 +7,7 @@ import gc
 import weakref
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -16,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.chaos import strikes
 from ttprun.chaos.faults import parse_fault
-from ttprun.groups.buckets import TRUSTED_AFTER, Bucket, BucketInput
+from ttprun.groups.inputs import TRUSTED_AFTER, Bucket, BucketInput
 from ttprun.groups.journal import Journal
-from ttprun.introspect import moments
+from ttprun.introspect import fault_points
+from ttprun.introspect.current_rank import current
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, rank_events, to_rank
-from ttprun.rank.checks.verification import Verifier, nan_in
-from ttprun.rank.session import current
+from ttprun.rank.verification import Verifier, nan_in
 
 WIDTH = 520  # more than a megabyte of weights
 BEGINS_AT = TRUSTED_AFTER + 3  # DDP orders its buckets in the second step, and reports it after the third
@@ -152,6 +153,7 @@ def look_before_each_step() -> None:
     session = current()
     if session is not None:
         session[Verifier].looks_before = True
+        session.options = msgspec.structs.replace(session.options, nan_limit_s=60.0)  # type: ignore[misc]
 
 
 def look_for_nans(rank: int, values: list[float]) -> list[str]:
@@ -196,7 +198,7 @@ def be_given_a_nan(rank: int) -> tuple[int, str, int]:
     for _ in range(BEGINS_AT):
         training.step()
     if rank == 1:
-        moments.listener = strikes
+        fault_points.listener = strikes
         strikes.arm(1, parse_fault("nan:rank=1,phase=backward"))
     training.optimizer.zero_grad()
     seen: list[int] = []

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from tests.calls import calls_of
 from tests.rank.fakes import make_session
-from ttprun.capture.records.evidence import ALWAYS, INPUT
+from ttprun.capture.records.evidence import ALWAYS
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import ManagedGroup
-from ttprun.introspect import host
-from ttprun.rank.session import Session
+from ttprun.introspect import current_rank
+from ttprun.introspect.current_rank import INPUT, Rank
 
 PLAIN = 82  # an all-reduce of which the journal keeps a copy; 172 before these were counted
 WITH_EVIDENCE = 56  # more, where its input is noted
@@ -51,23 +51,23 @@ class Link:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[Rank]:
     made = make_session()
     made.applied = STEP
-    host.begin(made)
+    current_rank.begin(made)
     yield made
-    host.end()
+    current_rank.end()
     made.channel.close()
 
 
-def group_of(session: Session) -> ManagedGroup:
+def group_of(session: Rank) -> ManagedGroup:
     group = ManagedGroup(session, session[Exchange], "world", [0, 1], 0, timedelta(seconds=5))
     link: Any = Link()
     group.links._by_type = {"cpu": link}
     return group
 
 
-def test_a_collective_of_a_step_with_many_makes_few_calls_and_most_inputs_are_not_hashed(session: Session) -> None:
+def test_a_collective_of_a_step_with_many_makes_few_calls_and_most_inputs_are_not_hashed(session: Rank) -> None:
     group, options = group_of(session), dist.AllreduceOptions()
     tensor = torch.ones(FLOATS)
 
@@ -89,7 +89,7 @@ def test_a_collective_of_a_step_with_many_makes_few_calls_and_most_inputs_are_no
     assert max(counts) <= PLAIN + WITH_EVIDENCE, counts
 
 
-def test_no_lock_is_taken_more_often_than_to_issue_and_to_complete(session: Session) -> None:
+def test_no_lock_is_taken_more_often_than_to_issue_and_to_complete(session: Rank) -> None:
     group, options = group_of(session), dist.AllreduceOptions()
     tensor, taken = torch.ones(FLOATS), []
 

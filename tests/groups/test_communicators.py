@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.groups import links, on_device
-from ttprun.groups.connection import Exchange, GenerationOverError
-from ttprun.groups.transports.late import LateLink
-from ttprun.groups.transports.link import GroupMember
+from ttprun.groups import device_stop, links
+from ttprun.groups.connection import Exchange, GenerationOverError, GroupMember
+from ttprun.groups.device_link import LateLink
 from ttprun.protocol import from_rank
 
 LIMIT_S = 60.0
@@ -224,10 +223,10 @@ def test_an_abort_that_does_not_return_costs_its_process(monkeypatch: pytest.Mon
 def test_a_device_that_does_not_end_its_work_costs_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     module = SimpleNamespace(current_device=lambda: 0, set_device=lambda index: None, synchronize=never.wait)
-    monkeypatch.setattr(on_device.accelerator, "in_use", lambda: ("meta", module))
-    monkeypatch.setattr(on_device, "SETTLE_LIMIT_S", 0.05)
+    monkeypatch.setattr(device_stop.accelerator, "in_use", lambda: ("meta", module))
+    monkeypatch.setattr(device_stop, "SETTLE_LIMIT_S", 0.05)
 
     with pytest.raises(DeviceFailedError, match="has not ended its work within"):
-        on_device.settle()
+        device_stop.settle()
 
     never.set()

@@ -8,7 +8,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from ttprun.groups.connection import Connection, Exchange
+from ttprun.groups.connection import Exchange
+from ttprun.groups.gloo import Connection
 
 LOOK = "import os; print(sorted(os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if fd != '3'))"
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.worlds import run_world
+from ttprun.introspect.current_rank import current
 from ttprun.rank.bootstrap import reset
-from ttprun.rank.session import current
 
 # Without our part in their end, a third of these processes and more is aborted (signal 6).
 MANY_ENDS = """
@@ -50,7 +50,8 @@ import os, threading
 from datetime import timedelta
 import torch
 from ttprun.protocol import channel
-from ttprun.groups.connection import Connection, Exchange
+from ttprun.groups.connection import Exchange
+from ttprun.groups.gloo import Connection
 
 def relay():
     for put in lines[rank].messages():
@@ -86,7 +87,8 @@ import os, threading
 from datetime import timedelta
 import torch
 from tests.groups.test_descriptors import DeafChannel
-from ttprun.groups.connection import Connection, Exchange
+from ttprun.groups.connection import Exchange
+from ttprun.groups.gloo import Connection
 
 for _ in range(3):
     pid = os.fork()

@@ -16,16 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun import torch_versions
-from ttprun.capture.records.evidence import INPUT
 from ttprun.capture.records.recorder import Recorder
-from ttprun.groups import gathers as gathers_of_groups
-from ttprun.groups.buckets import TRUSTED_AFTER
-from ttprun.groups.entry import Entry
-from ttprun.groups.gathers import GatheredInput
+from ttprun.groups import inputs as gathers_of_groups
+from ttprun.groups.inputs import TRUSTED_AFTER, GatheredInput
 from ttprun.groups.journal import Journal
+from ttprun.groups.operations import Entry
+from ttprun.introspect.current_rank import INPUT, current
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
-from ttprun.rank.session import current
 
 pytestmark = pytest.mark.skipif(
     torch_versions.release_of(torch.__version__) < (2, 7),

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.groups import connection
+from ttprun.introspect.current_rank import current
 from ttprun.protocol import from_rank
-from ttprun.rank.session import current
 
 SUMS = [30.0, 32.0, 34.0]
 WHILE_IT_WAITS = "while it waits for the other's port"

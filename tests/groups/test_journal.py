@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.processes import run_alone
-from ttprun.groups.entry import Entry
 from ttprun.groups.journal import Journal
+from ttprun.groups.operations import Entry
 from ttprun.groups.work import ManagedWork
 
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import FakeAgent, run_world
-from ttprun.groups.transports import TRANSPORTS, Transport
-from ttprun.groups.transports.late import LateLink
+from ttprun.groups.connection import Transport
+from ttprun.groups.device_link import LateLink
+from ttprun.groups.links import TRANSPORTS
 from ttprun.protocol import from_rank
 
 LATE_S = 0.05

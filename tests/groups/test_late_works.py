@@ -11,11 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.groups import links
-from ttprun.groups.connection import Exchange
-from ttprun.groups.transports import late
-from ttprun.groups.transports.late import ABORTED, LateLink, LateWork
-from ttprun.groups.transports.link import GroupMember
+from ttprun.groups import device_link, links
+from ttprun.groups.connection import Exchange, GroupMember
+from ttprun.groups.device_link import ABORTED, LateLink, LateWork
 
 
 class Operation:
@@ -174,6 +172,6 @@ def test_the_backend_gets_the_options_that_the_script_has_given(monkeypatch: pyt
     plugin = SimpleNamespace(extended_api=True, creator_fn=lambda options, of_backend: given.append(of_backend))
     monkeypatch.setitem(dist.Backend._plugins, "HCCL", plugin)
 
-    late._registered("hccl")(dist.HashStore(), member(options="a high priority"))
+    device_link._registered("hccl")(dist.HashStore(), member(options="a high priority"))
 
     assert given == ["a high priority"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ttprun.groups import leaving_together
-from ttprun.groups.leaving_together import OthersPatience
+from ttprun.groups import departure
+from ttprun.groups.departure import OthersPatience
 from ttprun.protocol import patience
 from ttprun.protocol.board import Board, Field, Phase
 
@@ -53,6 +53,6 @@ def test_a_rank_leaves_only_when_its_recovery_thread_has_reported_that_the_repai
         touch=lambda phase: None,
     )
 
-    leaving_together.stay(session)
+    departure.stay(session)
 
     assert len(asked) == 3

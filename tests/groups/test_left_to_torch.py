@@ -15,9 +15,8 @@ from tests import simulated_npu
 from tests.device.test_gpus import unprotected
 from tests.rank.worlds import run_world
 from ttprun.device import accelerator
-from ttprun.groups import groups
-from ttprun.groups.transports import late
-from ttprun.rank.session import current
+from ttprun.groups import device_link, script_calls
+from ttprun.introspect.current_rank import current
 
 
 def reduce_in_a_group_of(backend: str) -> str:
@@ -96,14 +95,14 @@ def train_on_a_device_without(rank: int, place: str, path: str, owner: str, name
     sys.path.insert(0, path)
     from torch_npu import npu  # type: ignore[import-not-found]
 
-    class Lacking(late.ProcessGroup):
+    class Lacking(device_link.ProcessGroup):
         def __getattribute__(self, asked: str) -> Any:
             if asked == name:
                 raise AttributeError(asked)
             return super().__getattribute__(asked)
 
     if owner == "group":
-        late.ProcessGroup = Lacking  # type: ignore[misc]
+        device_link.ProcessGroup = Lacking  # type: ignore[misc]
     elif owner == "device":
         torch.npu = SimpleNamespace(**{known: value for known, value in vars(npu).items() if known != name})
     elif owner == "backend":
@@ -155,6 +154,6 @@ def test_whatever_a_devices_module_lacks_its_backend_is_left_to_torch(
     module = SimpleNamespace(**{known: None for known in accelerator.NEEDED if known != name})
     monkeypatch.setattr(torch, "npu", module, raising=False)
 
-    why_not = groups._why_not({"npu": "hccl"})
+    why_not = script_calls._why_not({"npu": "hccl"})
 
     assert why_not == f"torch.npu has no {name}, without which nothing on such a device is repaired"

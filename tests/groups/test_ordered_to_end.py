@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.rank.fakes import make_session
-from ttprun.groups.entry import Entry
 from ttprun.groups.journal import EndedError, Journal
+from ttprun.groups.operations import Entry
 from ttprun.groups.work import ManagedWork
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.to_rank import EndAsked
 from ttprun.rank.replay.recovery import Recovery
-from ttprun.rank.session import Session
 from ttprun.rank.step.commit_barrier import commit
 
 LIMIT_S = 60.0
@@ -30,7 +30,7 @@ class FakeGroup:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[Rank]:
     """Of the second of two ranks, which a recovery has stopped."""
     made = make_session(rank=1, local_rank=1)
     made[Journal].is_frozen = True
@@ -38,19 +38,19 @@ def session() -> Iterator[Session]:
     made.channel.close()
 
 
-def pending(session: Session) -> Entry:
+def pending(session: Rank) -> Entry:
     """A collective that was broken off, or not begun."""
     entry = Entry(FakeGroup(), "allreduce", (), [torch.zeros(2)])  # type: ignore[arg-type]
     session[Journal].entries.append(entry)
     return entry
 
 
-def order_end(session: Session) -> None:
+def order_end(session: Rank) -> None:
     """What comes from the agent behind the signal."""
     Recovery(session).take(EndAsked())
 
 
-def raised_by(wait: Callable[[], object], session: Session) -> list[type[BaseException]]:
+def raised_by(wait: Callable[[], object], session: Rank) -> list[type[BaseException]]:
     """What ends a wait that has begun when the rank is ordered to end; [] if it returns."""
     raised: list[type[BaseException]] = []
     begun = threading.Event()
@@ -71,7 +71,7 @@ def raised_by(wait: Callable[[], object], session: Session) -> list[type[BaseExc
     return raised
 
 
-def test_what_ddp_waits_for_in_native_code_fails(session: Session) -> None:
+def test_what_ddp_waits_for_in_native_code_fails(session: Rank) -> None:
     future = pending(session).make_future()
 
     order_end(session)
@@ -80,7 +80,7 @@ def test_what_ddp_waits_for_in_native_code_fails(session: Session) -> None:
         future.wait()
 
 
-def test_what_ddp_begins_to_wait_for_only_then_fails_too(session: Session) -> None:
+def test_what_ddp_begins_to_wait_for_only_then_fails_too(session: Rank) -> None:
     entry = pending(session)
     order_end(session)
 
@@ -88,27 +88,27 @@ def test_what_ddp_begins_to_wait_for_only_then_fails_too(session: Session) -> No
         ManagedWork(session[Journal], entry).get_future().wait()
 
 
-def test_what_the_script_waits_for_fails(session: Session) -> None:
+def test_what_the_script_waits_for_fails(session: Rank) -> None:
     entry = pending(session)
 
     assert raised_by(lambda: session[Journal].wait(entry), session) == [EndedError]
 
 
-def test_a_rank_that_is_held_back_before_its_step_does_not_take_it(session: Session) -> None:
+def test_a_rank_that_is_held_back_before_its_step_does_not_take_it(session: Rank) -> None:
     session.is_holding = True
 
     assert raised_by(lambda: commit(session, 1), session) == [EndedError]
     assert not session.is_applying
 
 
-def test_a_rank_that_runs_steps_without_waiting_for_one_that_may_be_gone(session: Session) -> None:
+def test_a_rank_that_runs_steps_without_waiting_for_one_that_may_be_gone(session: Rank) -> None:
     session[Journal].is_frozen = False
 
     assert raised_by(lambda: commit(session, 1), session) == []
     assert session.is_applying
 
 
-def test_a_collective_that_breaks_then_fails_at_once(session: Session) -> None:
+def test_a_collective_that_breaks_then_fails_at_once(session: Rank) -> None:
     entry = pending(session)
     future = entry.make_future()
     session[Journal].is_frozen = False

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.rank.collectives import FLOAT, SUMS, ours, plain
 from tests.rank.worlds import run_world
 from ttprun.groups.process_group import ManagedGroup
-from ttprun.rank.session import current
+from ttprun.introspect.current_rank import current
 
 
 def destroy_and_begin_again(rank: int, place: str) -> Any:

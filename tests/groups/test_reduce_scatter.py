@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ttprun.groups.gloo import ReduceScatter, SpareMemory, is_for
 from ttprun.groups.journal import has_ended
-from ttprun.groups.reduce_scatter import ReduceScatter, SpareMemory, is_for
 
 LIMIT_S = 60.0
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ttprun.groups.entry import Entry, Input
 from ttprun.groups.journal import Journal
+from ttprun.groups.operations import Entry, Input
 from ttprun.tensors.mirror_slots import ReducedParts
 
 LANE = "0"

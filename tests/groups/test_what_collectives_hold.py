@@ -16,7 +16,7 @@ from tests.rank.collectives import FLOAT, SUMS, ours, plain
 from tests.rank.worlds import run_world
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
-from ttprun.rank.session import current
+from ttprun.introspect.current_rank import current
 
 
 def misuse(rank: int) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ttprun.capture.position import user_code
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 
 LOOP = "def fit(run):\n    for step in range(3):\n        run(step)\n"
 FINDER = """\
@@ -31,17 +31,17 @@ class Finder:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's project: the script is in `tools`."""
     for name in ("_user_directories", "_own_installed", "_libraries", "_named", "_followed_files"):
-        monkeypatch.setattr(whose, name, type(getattr(whose, name))())
+        monkeypatch.setattr(ownership, name, type(getattr(ownership, name))())
     monkeypatch.setattr(sys, "meta_path", [user_code._Finder(), *sys.meta_path])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(user_code, "loaded", ["__main__"])
     before = set(sys.modules)
     (tmp_path / "project" / "tools").mkdir(parents=True)
-    whose.add_user_directory(str(tmp_path / "project" / "tools"))
+    ownership.add_user_directory(str(tmp_path / "project" / "tools"))
     yield tmp_path / "project"
     for name in set(sys.modules) - before:
         del sys.modules[name]
-    whose._forget_answers()
+    ownership._forget_answers()
 
 
 def written(path: Path, text: str = LOOP) -> Path:
@@ -74,25 +74,25 @@ def follows(module: str) -> bool:
 def test_what_is_not_installed_nor_cached_is_the_users(project: Path, place: str, is_own: bool) -> None:
     file = str(written(project / place))
 
-    assert (whose.is_script_code(file), whose.has_muted_effects(file)) == (is_own, is_own)
+    assert (ownership.is_script_code(file), ownership.has_muted_effects(file)) == (is_own, is_own)
 
 
 @pytest.mark.parametrize("module", ["json", "torch", "torch.nn.functional", "numpy", "pytest", "ttprun.config"])
 def test_pythons_and_other_libraries_are_not_the_users(module: str) -> None:
-    assert not whose.is_of_user(str(importlib.import_module(module).__file__))
+    assert not ownership.is_of_user(str(importlib.import_module(module).__file__))
 
 
 def test_a_name_that_is_no_file_is_nobodys(project: Path) -> None:
-    assert not whose.is_of_user(str(project / "template.html"))
-    assert not whose.is_of_user("<string>")
+    assert not ownership.is_of_user(str(project / "template.html"))
+    assert not ownership.is_of_user("<string>")
 
 
 def test_a_project_in_a_hidden_folder_is_the_users_as_a_whole(tmp_path: Path) -> None:
     tool = written(tmp_path / ".worktrees" / "mine" / "tools" / "train.py")
     beside = written(tmp_path / ".worktrees" / "mine" / "package" / "loop.py")
-    whose.add_user_directory(str(tool.parent))
+    ownership.add_user_directory(str(tool.parent))
 
-    assert whose.is_of_user(str(beside))
+    assert ownership.is_of_user(str(beside))
 
 
 def test_a_package_linked_into_site_packages_is_the_users_and_one_with_linked_files_is_not(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_a_package_linked_into_site_packages_is_the_users_and_one_with_linked_fi
     (site / "theirs" / "loop.py").symlink_to(cached)
     (tmp_path / "linked").symlink_to(site)
 
-    assert whose.is_of_user(str(site / "mine" / "loop.py"))
-    assert not whose.is_of_user(str(site / "theirs" / "loop.py"))
-    assert not whose.is_of_user(str(tmp_path / "linked" / "theirs" / "loop.py"))
+    assert ownership.is_of_user(str(site / "mine" / "loop.py"))
+    assert not ownership.is_of_user(str(site / "theirs" / "loop.py"))
+    assert not ownership.is_of_user(str(tmp_path / "linked" / "theirs" / "loop.py"))
 
 
 def test_what_pip_has_put_into_a_folder_of_the_path_is_not_the_users_and_what_lies_beside_is(project: Path) -> None:
@@ -113,15 +113,15 @@ def test_what_pip_has_put_into_a_folder_of_the_path_is_not_the_users_and_what_li
     written(project / "deps" / "theirs-1.0.dist-info" / "RECORD", "theirs/loop.py,sha256=x,1\nsingle.py,,\n")
     sys.path.append(str(project / "deps"))
 
-    assert [whose.is_of_user(str(one)) for one in (theirs, single, mine)] == [False, False, True]
+    assert [ownership.is_of_user(str(one)) for one in (theirs, single, mine)] == [False, False, True]
 
 
 def test_torch_in_its_developers_folder_is_no_code_of_the_users_and_a_package_beside_it_is(project: Path) -> None:
     torch = written(project / ".." / "pytorch" / "torch_npu" / "__init__.py")
-    whose.note_library("torch_npu", str(torch))
+    ownership.note_library("torch_npu", str(torch))
 
-    assert not whose.is_of_user(str(torch))
-    assert whose.is_of_user(str(written(torch.parent.parent / "mine.py")))
+    assert not ownership.is_of_user(str(torch))
+    assert ownership.is_of_user(str(written(torch.parent.parent / "mine.py")))
 
 
 def test_modules_by_pythonpath_a_namespace_package_a_zip_file_and_an_editable_installation_are_followed(
@@ -142,4 +142,4 @@ def test_modules_by_pythonpath_a_namespace_package_a_zip_file_and_an_editable_in
 
     assert followed == names
     assert set(names) <= set(user_code.loaded)
-    assert whose.is_script_code(str(project / "zipped.zip" / "in_zip" / "loop.py"))
+    assert ownership.is_script_code(str(project / "zipped.zip" / "in_zip" / "loop.py"))

@@ -8,13 +8,13 @@ import pytest
 
 from tests.rank.fakes import FakeChannel, become, make_session
 from ttprun.groups.journal import Journal
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.rank.framework.framework import Framework
-from ttprun.rank.session import Session
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[Rank]:
     """Rank 0 of 2, with a framework, and nobody at the other end of its line; the other rank holds nobody up."""
     found = make_session(world_size=2)
     found.board.set(1, Field.RECORDED, FINISHED)
@@ -28,7 +28,7 @@ def session() -> Iterator[Session]:
 
 
 @pytest.fixture
-def framework(session: Session) -> Framework:
+def framework(session: Rank) -> Framework:
     """The framework of that rank."""
     assert session.framework is not None
     return session.framework

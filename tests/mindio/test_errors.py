@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttprun.device.device_errors import UpdateTimes
-from ttprun.rank.framework.codes import ReportState
-from ttprun.rank.framework.error_meanings import ErrorTable
+from ttprun.rank.framework.codes import ErrorTable, ReportState
 
 
 @pytest.fixture

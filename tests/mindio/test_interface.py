@@ -11,9 +11,9 @@ import pytest
 from mindio_ttp import controller_ttp, framework_ttp
 
 from tests.rank.fakes import become
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import mindio
 from ttprun.rank.framework import codes
-from ttprun.rank.session import Session
 
 FRAMEWORK = {
     "tft_init_controller": "(rank, world_size, enable_local_copy, enable_arf=False, enable_zit=False)",
@@ -178,13 +178,13 @@ def test_only_a_function_can_be_decorated() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_reason(session: Session, call: Callable[[], None], cause: str) -> None:
+def test_what_cannot_be_is_refused_with_its_reason(session: Rank, call: Callable[[], None], cause: str) -> None:
     with pytest.raises(ValueError, match=cause):
         call()
 
 
 def test_a_rank_says_that_it_can_train_with_fewer_once_it_is_switched_on_and_there_is_a_handler(
-    session: Session,
+    session: Rank,
 ) -> None:
     framework_ttp.tft_register_zit_downgrade_rebuild_handler(print)
     before = list(session.channel.sent)  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def test_a_rank_says_that_it_can_train_with_fewer_once_it_is_switched_on_and_the
     ("processor", "controller", "has_handler"), [(False, True, True), (True, False, True), (True, True, False)]
 )
 def test_a_rank_does_not_say_so_where_something_is_missing(
-    session: Session, processor: bool, controller: bool, has_handler: bool
+    session: Rank, processor: bool, controller: bool, has_handler: bool
 ) -> None:
     framework_ttp.tft_init_controller(0, 2, False, enable_zit=controller)
     framework_ttp.tft_init_processor(0, 2, False, enable_zit=processor)
@@ -208,7 +208,7 @@ def test_a_rank_does_not_say_so_where_something_is_missing(
     assert session.channel.sent == []  # type: ignore[attr-defined]
 
 
-def test_the_data_parallel_group_is_reported_to_the_agent(session: Session) -> None:
+def test_the_data_parallel_group_is_reported_to_the_agent(session: Rank) -> None:
     framework_ttp.tft_set_dp_group_info(0, [0, 2])
 
     assert session.channel.sent == [mindio.DataParallelDeclared([0, 2])]  # type: ignore[attr-defined]
@@ -218,7 +218,7 @@ def test_a_controller_outside_of_the_job_has_rank_minus_one() -> None:
     framework_ttp.tft_init_controller(-1, 8, False)
 
 
-def test_replicas_are_declared_to_the_agent(session: Session) -> None:
+def test_replicas_are_declared_to_the_agent(session: Rank) -> None:
     framework_ttp.tft_set_optimizer_replica(0, [{"rank_list": [0, 2], "replica_cnt": 2, "replica_shift": 0}])
 
     assert session.channel.sent == [  # type: ignore[attr-defined]
@@ -229,19 +229,19 @@ def test_replicas_are_declared_to_the_agent(session: Session) -> None:
 @pytest.mark.parametrize(
     "strategy", ["retry", "recover", "migration", "downgrade", "upgrade", "dump", "continue", "exit"]
 )
-def test_a_strategy_of_the_scheduler_is_passed_on(session: Session, strategy: str) -> None:
+def test_a_strategy_of_the_scheduler_is_passed_on(session: Rank, strategy: str) -> None:
     assert controller_ttp.tft_notify_controller_change_strategy(strategy, "{}") == 0
     assert session.channel.sent == [  # type: ignore[attr-defined]
         mindio.SchedulerAsked(strategy, params="{}")
     ]
 
 
-def test_a_strategy_that_mindio_does_not_know_is_refused(session: Session) -> None:
+def test_a_strategy_that_mindio_does_not_know_is_refused(session: Rank) -> None:
     assert controller_ttp.tft_notify_controller_change_strategy("shrink") == 1
     assert session.channel.sent == []  # type: ignore[attr-defined]
 
 
-def test_a_hot_switch_is_passed_on_and_can_be_taken_back(session: Session) -> None:
+def test_a_hot_switch_is_passed_on_and_can_be_taken_back(session: Rank) -> None:
     codes = [
         controller_ttp.tft_notify_controller_prepare_action("hot switch", {1: 1}),
         controller_ttp.tft_notify_controller_prepare_action("stop switch"),
@@ -259,13 +259,13 @@ def test_a_hot_switch_is_passed_on_and_can_be_taken_back(session: Session) -> No
     [("hot switch", None), ("hot switch", {0: 1, 1: 1}), ("hot switch", {2: 1}), ("cold switch", {1: 1})],
 )
 def test_a_switch_of_no_rank_of_all_or_of_a_stranger_is_refused(
-    session: Session, action: str, ranks: dict[int, int] | None
+    session: Rank, action: str, ranks: dict[int, int] | None
 ) -> None:
     assert controller_ttp.tft_notify_controller_prepare_action(action, ranks) == 1
     assert session.channel.sent == []  # type: ignore[attr-defined]
 
 
-def test_a_scheduler_can_register_four_callbacks_and_no_other(session: Session) -> None:
+def test_a_scheduler_can_register_four_callbacks_and_no_other(session: Rank) -> None:
     actions = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result", "report_weather")
 
     found = [controller_ttp.tft_register_mindx_callback(action, print) for action in actions]

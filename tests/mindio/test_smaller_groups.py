@@ -19,10 +19,10 @@ from mindio_ttp.framework_ttp import (
 
 from ttprun.groups.connection import Exchange
 from ttprun.groups.process_group import OPERATION_NUMBERS, ManagedGroup
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.board import Field
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.framework.handlers import CallbackFailedError, Size
-from ttprun.rank.session import Session
 
 SMALLER = Size(ranks=(0, 1), data_parallel=(0,), params='{"scale-in-strategy": "DP"}')
 WHOLE_AGAIN = Size(params='{"scale-out-strategy": "DP"}')
@@ -38,7 +38,7 @@ class Calls(list[tuple[Any, ...]]):
 
 
 @pytest.fixture
-def calls(session: Session, framework: Framework) -> Calls:
+def calls(session: Rank, framework: Framework) -> Calls:
     """All ordinary handlers are registered, with the ctx "c", and args are ["model"]."""
     found = Calls()
     framework.handlers.args = ["model"]
@@ -98,9 +98,7 @@ def test_without_its_handler_no_smaller_group_is_gone_on_with(framework: Framewo
         framework.handlers.rebuild_group([], SMALLER)
 
 
-def test_a_group_with_a_rank_that_is_away_says_so_and_does_not_wait_for_it(
-    session: Session, framework: Framework
-) -> None:
+def test_a_group_with_a_rank_that_is_away_says_so_and_does_not_wait_for_it(session: Rank, framework: Framework) -> None:
     session.away = frozenset({1})
     group = ManagedGroup(session, session[Exchange], "world", [0, 1], 0, timedelta(seconds=5))
 
@@ -108,7 +106,7 @@ def test_a_group_with_a_rank_that_is_away_says_so_and_does_not_wait_for_it(
         group.issue("barrier", (dist.BarrierOptions(),))
 
 
-def test_all_that_are_there_meet_though_one_is_away(session: Session) -> None:
+def test_all_that_are_there_meet_though_one_is_away(session: Rank) -> None:
     session.meet(OPERATION_NUMBERS["allreduce"], size=1)
     before = session.board.get(0, Field.MEETINGS)
     session.away = frozenset({1})

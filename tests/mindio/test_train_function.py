@@ -28,18 +28,18 @@ from mindio_ttp.framework_ttp import (
 
 from tests.device.fake_npu import FakeNpu
 from ttprun.capture.records.recorder import Recorder
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
-from ttprun.rank.framework import randomness
+from ttprun.rank.framework import step_ends
 from ttprun.rank.framework.callback_recovery import CallbackRecovery
 from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import CallbackFailedError
-from ttprun.rank.session import Session
 
 
-def recover(session: Session, step: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+def recover(session: Rank, step: int, meanwhile: Callable[[], None] = lambda: None) -> None:
     """The recovery thread's part, as the agent orders it: once the train function is left, release it at a step."""
     framework = session.framework
     assert framework is not None
@@ -53,7 +53,7 @@ def recover(session: Session, step: int, meanwhile: Callable[[], None] = lambda:
     threading.Thread(target=work, daemon=True).start()
 
 
-def test_the_train_function_is_entered_again_with_the_same_arguments(session: Session, framework: Framework) -> None:
+def test_the_train_function_is_entered_again_with_the_same_arguments(session: Rank, framework: Framework) -> None:
     seen: list[tuple[Any, ...]] = []
     model = object()
 
@@ -74,7 +74,7 @@ def test_the_train_function_is_entered_again_with_the_same_arguments(session: Se
 
 
 def test_what_a_callback_puts_in_the_place_of_an_argument_is_what_the_function_gets(
-    session: Session, framework: Framework
+    session: Rank, framework: Framework
 ) -> None:
     seen = []
 
@@ -91,7 +91,7 @@ def test_what_a_callback_puts_in_the_place_of_an_argument_is_what_the_function_g
     assert seen == ["old", "new"]
 
 
-def test_an_update_is_not_begun_once_a_recovery_has(session: Session, framework: Framework) -> None:
+def test_an_update_is_not_begun_once_a_recovery_has(session: Rank, framework: Framework) -> None:
     framework.place = MainThread.TRAINING
     framework.order_stop("recover")
 
@@ -99,7 +99,7 @@ def test_an_update_is_not_begun_once_a_recovery_has(session: Session, framework:
         tft_start_updating_os()
 
 
-def test_an_update_makes_the_next_step(session: Session) -> None:
+def test_an_update_makes_the_next_step(session: Rank) -> None:
     tft_start_updating_os()
     is_torn_inside = session.framework is not None and session.framework.is_torn
     tft_end_updating_os(1)
@@ -110,7 +110,7 @@ def test_an_update_makes_the_next_step(session: Session) -> None:
     assert (session.applied, session.board.get(0, Field.APPLIED), session.board.get(0, Field.RECORDED)) == (1, 1, 1)
 
 
-def test_a_step_that_is_behind_the_last_one_is_refused(session: Session) -> None:
+def test_a_step_that_is_behind_the_last_one_is_refused(session: Rank) -> None:
     tft_start_updating_os()
     tft_end_updating_os(5)
 
@@ -119,7 +119,7 @@ def test_a_step_that_is_behind_the_last_one_is_refused(session: Session) -> None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ValueError("UCE ERROR"), KeyboardInterrupt()])
-def test_any_other_error_ends_the_train_function(session: Session, error: BaseException) -> None:
+def test_any_other_error_ends_the_train_function(session: Rank, error: BaseException) -> None:
     @tft_exception_handler
     def train() -> None:
         raise error
@@ -128,7 +128,7 @@ def test_any_other_error_ends_the_train_function(session: Session, error: BaseEx
         train()
 
 
-def test_failed_memory_is_reported_and_waited_out(session: Session, framework: Framework) -> None:
+def test_failed_memory_is_reported_and_waited_out(session: Rank, framework: Framework) -> None:
     calls = []
     session.applied = 4
 
@@ -146,7 +146,7 @@ def test_failed_memory_is_reported_and_waited_out(session: Session, framework: F
     assert calls == ["RS_NORMAL", "RS_NORMAL"]
 
 
-def test_a_replacement_knows_that_it_is_one_and_does_not_train_before_its_repair(session: Session) -> None:
+def test_a_replacement_knows_that_it_is_one_and_does_not_train_before_its_repair(session: Rank) -> None:
     session.framework = Framework(session, joins_at=9, reboot_type="hot switch")
     session.framework.place = MainThread.TRAINING
 
@@ -156,7 +156,7 @@ def test_a_replacement_knows_that_it_is_one_and_does_not_train_before_its_repair
         tft_start_updating_os()
 
 
-def test_all_wait_behind_the_step_that_the_first_rank_was_about_to_make(session: Session, framework: Framework) -> None:
+def test_all_wait_behind_the_step_that_the_first_rank_was_about_to_make(session: Rank, framework: Framework) -> None:
     framework.place = MainThread.TRAINING
     tft_start_updating_os()
     session.board.set(0, Field.PAUSE_ASKED, 7)  # too late for step 1
@@ -172,7 +172,7 @@ def test_all_wait_behind_the_step_that_the_first_rank_was_about_to_make(session:
     assert session.channel.sent[-1] == mindio.Paused(7)  # type: ignore[attr-defined]
 
 
-def test_a_pause_ends_when_the_agent_says_so_and_does_not_come_back(session: Session, framework: Framework) -> None:
+def test_a_pause_ends_when_the_agent_says_so_and_does_not_come_back(session: Rank, framework: Framework) -> None:
     synced: list[int] = []
     tft_register_stream_sync_handler(lambda: (synced.append(1), session.board.set(0, Field.PAUSE_ASKED, 0)))
     session.board.set(0, Field.PAUSE_ASKED, 1)
@@ -187,7 +187,7 @@ def test_a_pause_ends_when_the_agent_says_so_and_does_not_come_back(session: Ses
     assert synced == [1]
 
 
-def test_a_rank_that_is_not_the_first_does_not_say_where_to_wait(session: Session) -> None:
+def test_a_rank_that_is_not_the_first_does_not_say_where_to_wait(session: Rank) -> None:
     session.local_rank = 1
     session.board.set(0, Field.RECORDED, 1)
     session.board.set(0, Field.PAUSE_ASKED, 1)
@@ -197,7 +197,7 @@ def test_a_rank_that_is_not_the_first_does_not_say_where_to_wait(session: Sessio
     assert session.board.get(0, Field.PAUSE_AT) == 0
 
 
-def test_waiting_for_what_comes_next_says_whether_to_go_on(session: Session, framework: Framework) -> None:
+def test_waiting_for_what_comes_next_says_whether_to_go_on(session: Rank, framework: Framework) -> None:
     framework.order_stop("recover")
     framework.note_cleaned()
     first = tft_wait_next_action()
@@ -207,21 +207,21 @@ def test_waiting_for_what_comes_next_says_whether_to_go_on(session: Session, fra
     assert (first, tft_wait_next_action()) == (Action.RETRY.value, Action.EXIT.value)
 
 
-def test_random_states_go_back_to_those_of_the_step(session: Session) -> None:
+def test_random_states_go_back_to_those_of_the_step(session: Rank) -> None:
     torch.manual_seed(3)
-    randomness.keep(session, 5)
+    step_ends.keep(session, 5)
     expected = torch.rand(4)
     torch.rand(100)
 
-    was_kept = randomness.restore(session, 5)
+    was_kept = step_ends.restore(session, 5)
 
     assert was_kept
     assert torch.equal(torch.rand(4), expected)
-    assert not randomness.restore(session, 6)
+    assert not step_ends.restore(session, 6)
 
 
 def test_a_group_that_is_made_in_a_repair_has_the_same_name_however_many_a_rank_has_made(
-    session: Session, framework: Framework
+    session: Rank, framework: Framework
 ) -> None:
     made = iter(range(100))
     names = [wrap_process_group_name(lambda ranks, use_hashed_name: str(next(made))) for _ in range(2)]
@@ -239,7 +239,7 @@ def test_a_group_that_is_made_in_a_repair_has_the_same_name_however_many_a_rank_
 # Callbacks and what stands for them.
 
 
-def test_callbacks_get_the_arguments_and_their_context(session: Session, framework: Framework) -> None:
+def test_callbacks_get_the_arguments_and_their_context(session: Rank, framework: Framework) -> None:
     calls: list[Any] = []
     framework.handlers.args = ["model"]
     tft_register_stop_handler(lambda args, ctx: calls.append(("stop", args, ctx)), "a")
@@ -256,7 +256,7 @@ def test_callbacks_get_the_arguments_and_their_context(session: Session, framewo
 
 @pytest.mark.parametrize("code", [1, None, "ok"])
 def test_a_clean_handler_that_does_not_say_that_it_has_cleaned_has_failed(
-    session: Session, framework: Framework, code: Any
+    session: Rank, framework: Framework, code: Any
 ) -> None:
     tft_register_clean_handler(lambda is_uce, args, ctx: code)
 
@@ -266,7 +266,7 @@ def test_a_clean_handler_that_does_not_say_that_it_has_cleaned_has_failed(
 
 @pytest.mark.parametrize(("is_held", "code"), [(True, 0), (False, 2)])
 def test_without_a_clean_handler_the_device_is_asked(
-    session: Session, framework: Framework, monkeypatch: pytest.MonkeyPatch, is_held: bool, code: int
+    session: Rank, framework: Framework, monkeypatch: pytest.MonkeyPatch, is_held: bool, code: int
 ) -> None:
     device = FakeNpu()
     device.install(monkeypatch)
@@ -280,7 +280,7 @@ def test_without_a_clean_handler_the_device_is_asked(
 
 
 def test_memory_outside_of_the_pool_cannot_be_cleaned(
-    session: Session, framework: Framework, monkeypatch: pytest.MonkeyPatch
+    session: Rank, framework: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FakeNpu()
     device.install(monkeypatch)
@@ -290,15 +290,15 @@ def test_memory_outside_of_the_pool_cannot_be_cleaned(
         framework.handlers.clean(True)
 
 
-def test_a_rank_that_is_not_in_its_train_function_cannot_be_repaired(session: Session, framework: Framework) -> None:
+def test_a_rank_that_is_not_in_its_train_function_cannot_be_repaired(session: Rank, framework: Framework) -> None:
     recovery = CallbackRecovery(session, framework)
 
     with pytest.raises(NotRepairableError, match="it is not in the function that tft_exception_handler decorates"):
         recovery._freeze(to_rank.Freeze((0,), 0, lost=(), repair_type="recover"))
 
 
-def test_what_is_kept_of_a_step_can_be_read_without_running_code(session: Session) -> None:
-    randomness.keep(session, 2)
+def test_what_is_kept_of_a_step_can_be_read_without_running_code(session: Rank) -> None:
+    step_ends.keep(session, 2)
 
     found = session[Recorder].read(2)
 

@@ -7,8 +7,8 @@ from mindio_ttp import framework_ttp
 
 from ttprun.config_sources import resolve
 from ttprun.errors import ConfigError
+from ttprun.introspect.current_rank import Rank
 from ttprun.mindio import NOT_NEEDED, VARIABLES
-from ttprun.rank.session import Session
 
 LIMITS = ("freeze_timeout_s", "transfer_timeout_s", "resume_timeout_s")
 REPLICAS = [{"rank_list": [0, 1, 2, 3], "replica_cnt": 2, "replica_shift": 1}]
@@ -65,7 +65,7 @@ def test_a_value_that_cannot_be_is_refused_in_one_line(name: str, value: str, cu
 
 @pytest.mark.parametrize(("kind", "shift"), [("0", 0), ("1", 1), (None, 0)])
 def test_a_shift_counts_for_a_framework_of_the_kind_that_uses_it(
-    session: Session, monkeypatch: pytest.MonkeyPatch, kind: str | None, shift: int
+    session: Rank, monkeypatch: pytest.MonkeyPatch, kind: str | None, shift: int
 ) -> None:
     if kind is None:
         monkeypatch.delenv("TTP_FRAMEWORK_TYPE", raising=False)

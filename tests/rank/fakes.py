@@ -10,22 +10,21 @@ from tests.options import OPTIONS
 from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange
-from ttprun.groups.host import Parts
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
-from ttprun.introspect import host
+from ttprun.introspect import current_rank
+from ttprun.introspect.current_rank import Parts, Rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
-from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.session import Session
-from ttprun.rank.step.training import Training
+from ttprun.rank.bootstrap.hooks import observers_of
+from ttprun.rank.proof import Alignment
+from ttprun.rank.verification import Verifier
 from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.snapshot_shares import SnapshotPart
+from ttprun.tensors.shares import SnapshotPart
 
 RECORD_BYTES = 1 << 20
 
@@ -48,14 +47,14 @@ class FakeChannel(Channel):
 
 def make_session(
     run_dir: str = "/tmp", channel: Channel | None = None, board: Board | None = None, **known: Any
-) -> Session:
+) -> Rank:
     """A session of rank 0 of two, unless `known` says otherwise; it is not made the process's own."""
     recorder = Recorder(Recorder.create(RECORD_BYTES), RECORD_BYTES)
     line = FakeChannel() if channel is None else channel
     world_size = known.pop("world_size", 2)
     journal = known.pop("journal", Journal(64 << 20))
     page = Board.create(world_size)[1] if board is None else board
-    session = Session(
+    session = Rank(
         rank=known.pop("rank", 0),
         local_rank=known.pop("local_rank", 0),
         world_size=world_size,
@@ -81,13 +80,13 @@ def make_session(
         ),
         **known,
     )
-    session.training = Training(session)
+    session.observers = observers_of(session)
     return session
 
 
-def become(session: Session | None) -> None:
+def become(session: Rank | None) -> None:
     """Make a session this process's own, without the hooks at fork."""
-    host.begin(session)
+    current_rank.begin(session)
 
 
 def open_descriptors() -> set[str]:

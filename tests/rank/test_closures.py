@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
-from ttprun.rank.bootstrap import patches
-from ttprun.rank.session import Session
-from ttprun.rank.step import closures, step_hooks
+from ttprun.introspect.current_rank import Rank
+from ttprun.rank.bootstrap import patch_table
+from ttprun.rank.step import special_steps, step_hooks
 
 
 class Plain(torch.optim.SGD):
@@ -49,9 +49,9 @@ def test_the_closure_is_watched_and_what_it_returns_is_what_its_end_gives_back(
 ) -> None:
     optimizer: Any = kind(parameters())
     ended: list[float] = []
-    watch = closures.ClosureWatch(lambda returned: ended.append(returned) or 2.0, lambda: None)  # type: ignore[func-returns-value]
+    watch = special_steps.ClosureWatch(lambda returned: ended.append(returned) or 2.0, lambda: None)  # type: ignore[func-returns-value]
 
-    found = closures.watch(optimizer, (optimizer, *args), kwargs, watch)
+    found = special_steps.watch(optimizer, (optimizer, *args), kwargs, watch)
 
     assert found is not None
     (_, *given), named = found
@@ -63,17 +63,17 @@ def test_the_closure_is_watched_and_what_it_returns_is_what_its_end_gives_back(
 def test_a_step_without_a_closure_is_left_alone(args: tuple[Any, ...]) -> None:
     optimizer = Plain(parameters())
 
-    assert closures.watch(optimizer, (optimizer, *args), {}, closures.ClosureWatch(print, print)) is None
+    assert special_steps.watch(optimizer, (optimizer, *args), {}, special_steps.ClosureWatch(print, print)) is None
 
 
 def test_what_an_optimizer_takes_in_place_of_a_closure_is_left_alone() -> None:
     optimizer = OfModel(parameters())
 
-    assert closures.watch(optimizer, (optimizer, model), {}, closures.ClosureWatch(print, print)) is None
+    assert special_steps.watch(optimizer, (optimizer, model), {}, special_steps.ClosureWatch(print, print)) is None
 
 
-def _session(**known: Any) -> Session:
-    patches.apply_all(with_replay=False)
+def _session(**known: Any) -> Rank:
+    patch_table.apply_all(with_replay=False)
     register_optimizer_step_pre_hook(step_hooks.before_step)
     register_optimizer_step_post_hook(step_hooks.after_step)
     session = make_session(**known)
@@ -81,13 +81,13 @@ def _session(**known: Any) -> Session:
     return session
 
 
-def _steps_seen(take: Callable[[Session], None]) -> tuple[int, str]:
+def _steps_seen(take: Callable[[Rank], None]) -> tuple[int, str]:
     session = _session()
     take(session)
     return session.applied, session.unprotected
 
 
-def _one_call(session: Session) -> None:
+def _one_call(session: Rank) -> None:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     seen = []
@@ -102,7 +102,7 @@ def _one_call(session: Session) -> None:
     assert seen == [False]
 
 
-def _several_calls(session: Session) -> None:
+def _several_calls(session: Rank) -> None:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=3)
 
@@ -115,7 +115,7 @@ def _several_calls(session: Session) -> None:
     optimizer.step(closure)
 
 
-def _no_call(session: Session) -> None:
+def _no_call(session: Rank) -> None:
     class Deaf(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return None
@@ -123,7 +123,7 @@ def _no_call(session: Session) -> None:
     Deaf(parameters()).step(print)
 
 
-def _after_a_failed_one(session: Session) -> None:
+def _after_a_failed_one(session: Rank) -> None:
     def fail() -> float:
         raise ValueError("a batch that is no good")
 
@@ -133,7 +133,7 @@ def _after_a_failed_one(session: Session) -> None:
     other.step()
 
 
-def _within_another(session: Session) -> None:
+def _within_another(session: Rank) -> None:
     class Around(torch.optim.Optimizer):
         def __init__(self, within: torch.optim.Optimizer) -> None:
             super().__init__(parameters(), {})

@@ -12,9 +12,9 @@ import torch
 from tests.rank.fakes import RECORD_BYTES, FakeChannel, make_session
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange
+from ttprun.introspect.current_rank import Rank as Session
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
-from ttprun.rank.session import Session
 from ttprun.rank.step.copies import Copies
 
 PLACE = (1, 0, 3, 40)

@@ -10,7 +10,7 @@ import pytest
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.protocol import to_rank
 from ttprun.protocol.snapshot_messages import Dumped
-from ttprun.rank.replay import repairing
+from ttprun.rank.replay import recovery_orders
 
 
 def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_
     session = make_session(channel=channel, rank=1)
     path = tmp_path / "gone" / "tensors-00000.safetensors"
 
-    repairing.dump(session, to_rank.Dump(4, 6, str(path), share=0, of=1, owners={}, writers=[0]))
+    recovery_orders.dump(session, to_rank.Dump(4, 6, str(path), share=0, of=1, owners={}, writers=[0]))
 
     why = f"no checkpoint can be written to '{tmp_path}': No such file or directory; name another directory with --save-dir"
     why_not = f"rank 1: {why}"
@@ -43,9 +43,9 @@ def test_a_script_that_handles_a_signal_which_ends_jobs_has_something_to_do_then
     session = make_session(channel=channel, rank=1)
     order = to_rank.Dump(4, 6, str(tmp_path / "gone" / "x"), share=0, of=1, owners={}, writers=[0])
 
-    repairing.dump(session, order)
+    recovery_orders.dump(session, order)
     old = signal.signal(signal.Signals[name], Handler())
-    repairing.dump(session, order)
+    recovery_orders.dump(session, order)
     signal.signal(signal.Signals[name], old)
 
     assert [message.is_handled for message in channel.sent] == [False, True]

@@ -9,14 +9,13 @@ import torch
 from msgspec import structs
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.capture.records.evidence import ALWAYS, BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence
+from ttprun.capture.records.evidence import ALWAYS, ENTRIES, REGION_BYTES, Evidence
 from ttprun.capture.records.recorder import Recorder
+from ttprun.introspect.current_rank import BATCH, INPUT, LOSS, Rank
 from ttprun.introspect.tensor_bytes import is_close, sampled
 from ttprun.protocol import from_rank, rank_events
-from ttprun.rank.checks import proof
-from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.replay_guard import Expected, MismatchError
-from ttprun.rank.session import Session
+from ttprun.rank import proof
+from ttprun.rank.proof import Alignment, Expected, MismatchError
 
 LARGE = 1 << 20
 
@@ -185,7 +184,7 @@ def test_what_replacements_have_come_to_is_kept_by_place_and_step() -> None:
     assert (evidence.tried(4, place), evidence.is_noisy) == ([], False)
 
 
-Replacement = Callable[[int, dict[str, list[torch.Tensor]]], tuple[Session, FakeChannel]]
+Replacement = Callable[[int, dict[str, list[torch.Tensor]]], tuple[Rank, FakeChannel]]
 
 
 @pytest.fixture
@@ -193,7 +192,7 @@ def replacement() -> Iterator[Replacement]:
     """Makes a replacement that is live at a boundary, of what the lost rank had given to collectives, by group."""
     channel = FakeChannel()
 
-    def make(step: int, lost: dict[str, list[torch.Tensor]]) -> tuple[Session, FakeChannel]:
+    def make(step: int, lost: dict[str, list[torch.Tensor]]) -> tuple[Rank, FakeChannel]:
         session = make_session(channel=channel)
         session.applied = step
         older = Evidence(session[Recorder].evidence._region)
@@ -224,7 +223,7 @@ def test_equal_inputs_are_reported_once_all_that_the_lost_rank_gave_has_been_com
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody ends a process that has reported a mismatch: it does not wait for that."""
-    monkeypatch.setattr("ttprun.rank.checks.replay_guard._KILL_LIMIT_S", 0.0)
+    monkeypatch.setattr("ttprun.rank.proof._KILL_LIMIT_S", 0.0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -299,7 +298,7 @@ def test_several_threads_may_round_differently(replacement: Replacement, monkeyp
     assert reported(channel) == ([several], [])
 
 
-def replacement_of(session: Session, channel: FakeChannel) -> tuple[Session, FakeChannel]:
+def replacement_of(session: Rank, channel: FakeChannel) -> tuple[Rank, FakeChannel]:
     """The next replacement of the same rank, in the same step."""
     following = make_session(channel=channel)
     following.applied = session.applied

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import run_world
-from ttprun.groups import groups, journal, links, process_group
-from ttprun.rank.session import Session, current
+from ttprun.groups import journal, links, process_group, script_calls
+from ttprun.introspect.current_rank import Rank, current
 from ttprun.rank.step import record, step_hooks
 
 
@@ -58,7 +58,7 @@ BREAKS = {
     "making a group in one rank": (process_group.ManagedGroup, "__init__", "one"),
     "connecting a group": (links.Links, "connect", "all"),
     "connecting a group in one rank": (links.Links, "connect", "one"),
-    "asking what is managed": (groups, "_chosen", "all"),
+    "asking what is managed": (script_calls, "_chosen", "all"),
     "issuing a collective": (process_group.ManagedGroup, "issue", "all"),
     "issuing a collective in one rank": (process_group.ManagedGroup, "issue", "one"),
     "noting a collective in one rank": (process_group, "Entry", "one"),
@@ -67,8 +67,8 @@ BREAKS = {
     "the hook before a step": (step_hooks, "_begin_step", "all"),
     "the hook before a step in one rank": (step_hooks, "_begin_step", "one"),
     "the commit in one rank": (step_hooks, "commit", "one"),
-    "the hook after a step": (Session, "pass_boundary", "all"),
-    "the hook after a step in one rank": (Session, "pass_boundary", "one"),
+    "the hook after a step": (Rank, "pass_boundary", "all"),
+    "the hook after a step in one rank": (Rank, "pass_boundary", "one"),
     "the record of a step in one rank": (record, "describe", "one"),
 }
 

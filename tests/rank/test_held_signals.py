@@ -16,7 +16,7 @@ from tests.rank.processes import run_alone
 from tests.waits import becomes_ready
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.patience import MOST_TIMES
-from ttprun.rank.process import held_signals
+from ttprun.rank import held_signals
 
 LIVES = -1  # in place of the signal that has ended a process
 LIMIT_S = 60.0

@@ -17,9 +17,9 @@ from tests.rank.processes import run_alone
 from ttprun.groups.journal import EndedError
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.to_rank import Welcome
+from ttprun.rank import held_signals
 from ttprun.rank.bootstrap import install
 from ttprun.rank.bootstrap.presence import Presence
-from ttprun.rank.process import held_signals
 
 
 @pytest.fixture

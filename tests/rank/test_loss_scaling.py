@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank.replay import loss_scaling
+from ttprun.rank.step import special_steps
 
 
 @pytest.fixture
 def replay(monkeypatch: pytest.MonkeyPatch) -> Any:
     scaler = torch.amp.grad_scaler.GradScaler
-    monkeypatch.setattr(scaler, "step", loss_scaling.wrap_step(scaler.step))
-    monkeypatch.setattr(scaler, "update", loss_scaling.wrap_update(scaler.update))
-    monkeypatch.setattr(scaler, "_maybe_opt_step", loss_scaling.wrap_maybe_opt_step(scaler._maybe_opt_step))
+    monkeypatch.setattr(scaler, "step", special_steps.wrap_step(scaler.step))
+    monkeypatch.setattr(scaler, "update", special_steps.wrap_update(scaler.update))
+    monkeypatch.setattr(scaler, "_maybe_opt_step", special_steps.wrap_maybe_opt_step(scaler._maybe_opt_step))
     fake = SimpleNamespace(is_live=False, is_left_out=False)
     fake.leaves_step_out = lambda frame: fake.is_left_out
     monkeypatch.setattr(
-        loss_scaling, "current", lambda: SimpleNamespace(mode=fake, applied=0, made=SimpleNamespace(living={}))
+        special_steps, "current", lambda: SimpleNamespace(mode=fake, applied=0, made=SimpleNamespace(living={}))
     )
     return fake
 
@@ -57,7 +57,7 @@ def test_a_step_that_the_lost_rank_has_left_out_is_left_out_whatever_the_gradien
 def test_what_a_fused_optimizer_had_found_is_the_scalers_too(replay: Any) -> None:
     def restore(optimizer: Any, args: Any, kwargs: Any) -> None:
         optimizer.found_inf = torch.ones(())
-        loss_scaling.take_over(optimizer)
+        special_steps.take_over(optimizer)
 
     assert step(8.0, fused=True, before=restore) == (0.0, 4.0)
 
@@ -83,7 +83,7 @@ def test_a_scaler_that_is_not_enabled_is_left_alone(replay: Any) -> None:
 
 
 def test_outside_of_a_replay_the_gradients_decide(replay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scaling, "current", lambda: None)
+    monkeypatch.setattr(special_steps, "current", lambda: None)
 
     assert step(float("inf")) == (0.0, 4.0)
     assert step(8.0) == (-1.0, 8.0)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.device.test_gpus import unprotected
 from tests.groups.test_groups_made_while_a_rank_is_lost import be_lost, begin, is_first_life, protection, replace_with
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
+from ttprun.introspect.current_rank import current
 from ttprun.protocol import from_rank, rank_events
-from ttprun.rank.session import current
 
 
 def ours(rank: int, number: int) -> torch.Tensor:

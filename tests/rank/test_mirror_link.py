@@ -18,12 +18,11 @@ from tests.rank.fakes import RECORD_BYTES, make_session
 from tests.rank.test_copies import Line, Rank, all_keep_up, record
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange
+from ttprun.introspect.current_rank import Rank as Session
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_of, unpack
-from ttprun.rank.session import Session
-from ttprun.rank.step.copies import Copies
-from ttprun.rank.step.mirror_link import MirrorLink
+from ttprun.rank.step.copies import Copies, MirrorLink
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Part
 

@@ -13,12 +13,11 @@ from ttprun.capture.position import user_code
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.values import pack
 from ttprun.groups.results import Answers
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 from ttprun.protocol import rank_events
 from ttprun.protocol.channel import Message
-from ttprun.rank.checks.replay_guard import MismatchError
+from ttprun.rank.proof import MismatchError
 from ttprun.rank.replay.replay_run import ReplayRun
-from ttprun.rank.step import boundary
 
 # The first epoch ended with a validation; the replacement comes straight to a later one.
 SCRIPT = """
@@ -46,7 +45,7 @@ class RefusingChannel(FakeChannel):
 
 def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tuple[Any, int]:
     """(record at its step, the number of calls that the module has counted), of the lost rank or of a replacement."""
-    whose.add_user_directory(directory)
+    ownership.add_user_directory(directory)
     vars(builtins).update(user_code.BUILTINS)
     user_code.install()
     sys.path.insert(0, directory)
@@ -56,7 +55,7 @@ def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tupl
     def train() -> None:
         frame = sys._getframe(1)
         if record is None:
-            fields, blobs, _ = boundary.describe(session, 1, frame)
+            fields, blobs, _ = record.describe(session, 1, frame)
             made.append((pack(fields), [bytes(blob.numpy()) for blob in blobs]))
         else:
             known = Record.of(record[0], b"".join(record[1]))

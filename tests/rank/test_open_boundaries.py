@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.rank.fakes import make_session
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.board import Field
-from ttprun.rank.session import Session
 from ttprun.tensors import open_boundaries
 from ttprun.tensors.open_boundaries import come_to, why_none_is_closed
 
 LIMIT_S = 60.0
 
 
-AtBoundary = Callable[..., Session]
+AtBoundary = Callable[..., Rank]
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def at_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtBoundary]:
     is_asked  the agent waits for one that is not
     """
     monkeypatch.setattr(open_boundaries, "_HOLD_LIMIT_S", LIMIT_S)
-    made: list[Session] = []
+    made: list[Rank] = []
 
-    def make(applied: int, open_at: int, is_asked: bool, **known: Any) -> Session:
+    def make(applied: int, open_at: int, is_asked: bool, **known: Any) -> Rank:
         made.append(make_session(applied=applied, **known))
         made[-1].board.set(0, Field.OPEN_AT, open_at)
         made[-1].board.set(0, Field.QUIESCE_ASKED, int(is_asked))
@@ -104,7 +104,7 @@ def test_a_frozen_rank_waits_for_the_end_of_the_freeze_or_the_others_step_withou
     assert not waits.is_alive()
 
 
-def _tell(session: Session, is_asked: bool, is_holding: bool) -> None:
+def _tell(session: Rank, is_asked: bool, is_holding: bool) -> None:
     with session.changed:
         session.is_holding = is_holding
         session.board.set(0, Field.QUIESCE_ASKED, int(is_asked))

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rank.processes import run_alone
 from ttprun.introspect import distributed_tensors
-from ttprun.rank.step import hindrances
+from ttprun.rank.step import record
 
 SHARDED, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 
@@ -69,8 +69,8 @@ def test_parameters_whose_flat_one_is_gone_and_others_have_no_part() -> None:
 def test_one_whose_part_is_not_known_is_refused_with_the_reason() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    assert hindrances.why_shards_unknown(optimizer) == ""
+    assert record.why_shards_unknown(optimizer) == ""
 
     parameter._fsdp_flattened = True  # as FSDP1 marks them
 
-    assert "FSDP1's parameters this rank holds is not known" in hindrances.why_shards_unknown(optimizer)
+    assert "FSDP1's parameters this rank holds is not known" in record.why_shards_unknown(optimizer)

@@ -17,12 +17,12 @@ from tests.rank.processes import run_alone
 from ttprun.capture.data import loaders
 from ttprun.capture.records.boundary_record import Record
 from ttprun.groups.results import Answers
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import rank_events
-from ttprun.rank.bootstrap import patches
-from ttprun.rank.checks import replay_guard
+from ttprun.rank import proof
+from ttprun.rank.bootstrap import patch_table
 from ttprun.rank.replay.replay_run import ReplayRun
-from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.tensors.post_step_weights import KeptWeights
 
@@ -31,8 +31,8 @@ def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:
     def capture() -> None:
         raise ValueError("no states")
 
-    whose.add_user_directory(str(Path(__file__).parent))
-    patches.apply_all(with_replay=False)
+    ownership.add_user_directory(str(Path(__file__).parent))
+    patch_table.apply_all(with_replay=False)
     session = make_session()
     become(session)
     loaders.random_state.capture = capture  # type: ignore[assignment]
@@ -47,9 +47,9 @@ def test_a_loader_that_cannot_be_recorded_is_iterated_without_protection() -> No
     assert "cannot be recorded: ValueError('no states')" in unprotected
 
 
-def _before_step(note: Callable[[int], None]) -> tuple[Session, torch.optim.Optimizer]:
+def _before_step(note: Callable[[int], None]) -> tuple[Rank, torch.optim.Optimizer]:
     """`note` is called with each step's number, to keep the weights."""
-    patches.apply_all(with_replay=False)
+    patch_table.apply_all(with_replay=False)
     session = make_session()
     become(session)
     session[KeptWeights].note = note  # type: ignore[method-assign]
@@ -93,12 +93,12 @@ def test_an_error_of_the_device_that_our_own_operation_meets_is_the_scripts_and_
 
 
 def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_guard, "_KILL_LIMIT_S", 0.0)
+    monkeypatch.setattr(proof, "_KILL_LIMIT_S", 0.0)
     session = make_session(str(tmp_path))
     target: Any = Record(record_of(2), [])
     replay = ReplayRun(session, target, None, Answers((), ()))
 
-    with pytest.raises(replay_guard.MismatchError):
+    with pytest.raises(proof.MismatchError):
         replay.before_step(sys._getframe())
     replay.output.end()
 

@@ -29,7 +29,7 @@ from tests.rank.processes import run_alone
 from tests.rank.scripts import run_under_shim
 from ttprun.introspect.patching import replacement_for
 from ttprun.protocol import from_rank
-from ttprun.rank.bootstrap import patches
+from ttprun.rank.bootstrap import patch_table
 from ttprun.rank.bootstrap.patch_table import PATCHES, Patch
 
 BY_NAME = {f"{patch.module}.{patch.attribute}": patch for patch in PATCHES}
@@ -219,7 +219,7 @@ def where_patched() -> dict[str, bool]:
     """After all patches: whether each name by which torch gives a function out is ours."""
     import io
 
-    assert patches.apply_all(with_replay=True) == []
+    assert patch_table.apply_all(with_replay=True) == []
     places: dict[str, Any] = {
         "dist.init_process_group": dist.init_process_group,
         "dist.new_group": dist.new_group,
@@ -236,9 +236,9 @@ def where_patched() -> dict[str, bool]:
 
 PATCHING = """
 import sys, torch
-from ttprun.rank.bootstrap import patches
+from ttprun.rank.bootstrap import patch_table
 of_torch = set(sys.modules)
-missing = patches.apply_all(with_replay=True)
+missing = patch_table.apply_all(with_replay=True)
 more = [name for name in set(sys.modules) - of_torch if name.partition(".")[0] == "torch"]
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 print(missing, more, hasattr(FlatParamHandle.__init__, "__wrapped__"))
@@ -261,8 +261,8 @@ def without_some() -> list[str]:
     """Another torch: a function, a class and a module are not there."""
     del torch_dataloader._BaseDataLoaderIter._reset
     del sys.modules["torch.serialization"].save
-    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "capture.effects.script_files:wrap_save", ""))  # type: ignore[misc]
-    return [*patches.apply_all(with_replay=False), str(hasattr(dist.init_process_group, "__wrapped__"))]
+    patch_table.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "capture.effects.script_files:wrap_save", ""))  # type: ignore[misc]
+    return [*patch_table.apply_all(with_replay=False), str(hasattr(dist.init_process_group, "__wrapped__"))]
 
 
 class Clock:
@@ -287,7 +287,7 @@ class Clock:
 
 
 def uses_of_functions_in_c() -> tuple[bool, ...]:
-    patches.apply_all(with_replay=False)
+    patch_table.apply_all(with_replay=False)
     become(make_session(world_size=1))
     return Clock().used()
 
@@ -312,7 +312,7 @@ def test_a_script_starts_before_torch_is_imported(tmp_path: Path) -> None:
 def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import ttprun.rank.bootstrap.patches as p\n"
+        "import ttprun.rank.bootstrap.patch_table as p\n"
         "from ttprun.introspect.patching import Patch\n"
         "p.PATCHES = (*p.PATCHES, Patch('torch', 'not_there', 'capture.effects.script_files:wrap_save', ''))\n"
         "import torch\nimport torch.distributed\nprint('ran')\n"
@@ -328,7 +328,7 @@ def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Pat
 def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import ttprun.rank.bootstrap.patches as p\n"
+        "import ttprun.rank.bootstrap.patch_table as p\n"
         "from ttprun.introspect.patching import Patch\n"
         "p.PATCHES = (*p.PATCHES, Patch('torch', 'rand', 'nothing:wrap', ''))\n"
         "import torch\nprint(torch.rand(1).shape)\n"

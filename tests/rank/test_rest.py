@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from ttprun.capture.data import loaders, rest_of_epoch
-from ttprun.rank.bootstrap import patches
-from ttprun.rank.context import Mode
+from ttprun.introspect.current_rank import Mode
+from ttprun.rank.bootstrap import patch_table
 
 N, BATCH = 50, 3
 
@@ -105,7 +105,7 @@ def taken_over(loader: DataLoader[int], record: dict[str, Any], each: int, ahead
 
 def samples_of_three_runs(each: int, ahead: int, options: dict[str, Any]) -> list[list[int]]:
     """Two ranks, then three, one of which is replaced, and then one alone: what was trained on in each."""
-    patches.apply_all(with_replay=True)
+    patch_table.apply_all(with_replay=True)
     become(make_session())
     first: list[int] = []
     records = [trained_up_to(distributed(2, rank, **options), 3, each, ahead, first) for rank in range(2)]
@@ -140,7 +140,7 @@ def test_two_runs_with_other_numbers_of_ranks_take_each_sample_once(
 
 
 def orders_of_each_ranks_own(shuffle: bool) -> list[list[int]]:
-    patches.apply_all(with_replay=True)
+    patch_table.apply_all(with_replay=True)
     become(make_session())
     torch.manual_seed(3)
     first: list[int] = []

@@ -10,13 +10,12 @@ import pytest
 from tests.options import OPTIONS
 from tests.rank.fakes import FakeChannel, become, make_session
 from tests.rank.scripts import run_plain, run_under_shim
+from ttprun.introspect.current_rank import Mode, Rank
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import install
 from ttprun.rank.bootstrap.presence import Presence
-from ttprun.rank.context import Mode
-from ttprun.rank.session import Session
 
 
 class ReplayUnderWay(Mode):
@@ -29,7 +28,7 @@ class ReplayUnderWay(Mode):
 
 
 @pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """A rank that has torch, and has not stepped yet."""
     line = FakeChannel()
     welcome = Welcome(0, 0, 2, 2, 1, str(tmp_path), is_replacement=False, options=OPTIONS)
@@ -42,7 +41,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
     line.close()
 
 
-def reported_of(error: Exception, session: Session) -> str:
+def reported_of(error: Exception, session: Rank) -> str:
     """The reason that the agent gets."""
     install.report_before(lambda *reported: None)(type(error), error, error.__traceback__)
     channel = session.channel
@@ -51,11 +50,11 @@ def reported_of(error: Exception, session: Session) -> str:
     return message.error
 
 
-def test_an_error_of_the_script_is_reported_as_it_is(session: Session) -> None:
+def test_an_error_of_the_script_is_reported_as_it_is(session: Rank) -> None:
     assert reported_of(KeyError("epoch"), session) == "KeyError: 'epoch'"
 
 
-def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_reported_with_that(session: Session) -> None:
+def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_reported_with_that(session: Rank) -> None:
     """Then the error says little of the script: it comes of the wrong place, or of what was skipped."""
     session.mode = ReplayUnderWay("its loops stand at 3, the lost rank's at 4")
 
@@ -67,7 +66,7 @@ def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_report
     )
 
 
-def test_an_error_of_a_replay_that_has_stepped_nowhere_else_is_reported_as_it_is(session: Session) -> None:
+def test_an_error_of_a_replay_that_has_stepped_nowhere_else_is_reported_as_it_is(session: Rank) -> None:
     session.mode = ReplayUnderWay("")
 
     assert reported_of(KeyError("epoch"), session) == "KeyError: 'epoch'"

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from tests.rank.fakes import make_session
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
-from ttprun.rank.session import Session
 
 ALLREDUCE = OPERATION_NAMES.index("allreduce")
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[Rank]:
     """Of the second of two ranks."""
     made = make_session(rank=1, local_rank=1)
     yield made
     made.channel.close()
 
 
-def test_what_the_main_thread_does_is_noted_with_the_time_in_its_own_row(session: Session) -> None:
+def test_what_the_main_thread_does_is_noted_with_the_time_in_its_own_row(session: Rank) -> None:
     before_ns = time.monotonic_ns()
 
     session.touch(Phase.STEPPING)
@@ -34,7 +34,7 @@ def test_what_the_main_thread_does_is_noted_with_the_time_in_its_own_row(session
     assert before_ns <= board.get(1, Field.SEEN_NS) <= time.monotonic_ns()
 
 
-def test_in_a_replay_it_is_replaying_whatever_it_does(session: Session) -> None:
+def test_in_a_replay_it_is_replaying_whatever_it_does(session: Rank) -> None:
     replay: Any = SimpleNamespace(is_live=False)
     session.mode = replay
 
@@ -43,7 +43,7 @@ def test_in_a_replay_it_is_replaying_whatever_it_does(session: Session) -> None:
     assert session.board.get(1, Field.PHASE) == Phase.REPLAYING
 
 
-def test_only_collectives_of_all_ranks_count_as_meetings(session: Session) -> None:
+def test_only_collectives_of_all_ranks_count_as_meetings(session: Rank) -> None:
     session.meet(ALLREDUCE, 2)
     session.meet(ALLREDUCE, 1)
 
@@ -52,7 +52,7 @@ def test_only_collectives_of_all_ranks_count_as_meetings(session: Session) -> No
 
 
 def test_protection_that_cannot_be_given_up_on_a_deep_stack_is_given_up_further_up(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.rank.fakes import FakeChannel, make_session
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.replay.recovery import Recovery
-from ttprun.rank.session import Session
 from ttprun.rank.step.commit_barrier import commit
 
 LIMIT_S = 60.0
@@ -19,13 +19,13 @@ LOST, SURVIVOR = 0, 1
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[Rank]:
     made = make_session(rank=SURVIVOR, local_rank=SURVIVOR, has_stepped=True)
     yield made
     made.channel.close()
 
 
-def frozen_at(session: Session, order: to_rank.Freeze) -> int:
+def frozen_at(session: Rank, order: to_rank.Freeze) -> int:
     """The boundary that a survivor reports, whose main thread comes to the commit of boundary 1 only then."""
     session.board.announce(SURVIVOR, Field.RECORDED, 1)
     recovery = Recovery(session)
@@ -49,11 +49,11 @@ def frozen_at(session: Session, order: to_rank.Freeze) -> int:
     return frozen.boundary
 
 
-def test_a_survivor_takes_the_step_that_the_lost_rank_may_have_taken_before_it(session: Session) -> None:
+def test_a_survivor_takes_the_step_that_the_lost_rank_may_have_taken_before_it(session: Rank) -> None:
     session.board.announce(LOST, Field.RECORDED, 1)
 
     assert frozen_at(session, to_rank.Freeze((SURVIVOR,), 1, (LOST,), committed=1)) == 1
 
 
-def test_a_survivor_waits_before_a_step_that_the_lost_rank_cannot_have_taken(session: Session) -> None:
+def test_a_survivor_waits_before_a_step_that_the_lost_rank_cannot_have_taken(session: Rank) -> None:
     assert frozen_at(session, to_rank.Freeze((SURVIVOR,), 1, (LOST,), committed=0)) == 0

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.test_fail_open import free_port
 from tests.rank.worlds import run_world
-from ttprun.groups import groups, journal, process_group
+from ttprun.groups import journal, process_group, script_calls
 from ttprun.introspect import signal_handlers
-from ttprun.rank.session import Session, current
+from ttprun.introspect.current_rank import Rank, current
 from ttprun.rank.step import commit_barrier, record, step_hooks
 
 KEPT: list[Any] = []
@@ -75,7 +75,7 @@ def trains(rank: int, port: int, begin: Callable[[str], None] = lambda at: None)
 
 SECTIONS = {
     # where the signal comes: (what holds the function, its name, the call of the script's in which it surfaces)
-    "before a process group is connected": (groups, "_connect", "init"),
+    "before a process group is connected": (script_calls, "_connect", "init"),
     "issuing a collective": (process_group.ManagedGroup, "issue", ""),
     "noting a collective": (process_group, "Entry", ""),
     "copying a collective's input": (process_group.ManagedGroup, "_keep", ""),
@@ -85,7 +85,7 @@ SECTIONS = {
     "the record": (record, "describe", "step"),
     "the commit": (step_hooks, "commit", "step"),
     "waiting for the other ranks' records": (commit_barrier, "_is_past", "step"),
-    "the hook after a step": (Session, "pass_boundary", "step"),
+    "the hook after a step": (Rank, "pass_boundary", "step"),
     "the step itself": (torch.optim.SGD, "_init_group", "step"),
 }
 

@@ -13,22 +13,22 @@ import torch
 from tests.rank.fakes import make_session
 from ttprun.groups import generations
 from ttprun.groups.journal import Journal
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
-from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.replay import freezing
-from ttprun.rank.session import Session
+from ttprun.rank.proof import Alignment
+from ttprun.rank.replay import recovery_orders
 from ttprun.rank.step import step_hooks
+from ttprun.rank.verification import Verifier
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.snapshot_shares import SnapshotPart
+from ttprun.tensors.shares import SnapshotPart
 
 BEGIN = (*step_hooks.BEGIN, *step_hooks.RECORD, *step_hooks.TAKE)
 END = step_hooks.END
-FREEZE = freezing.STAGES
+FREEZE = recovery_orders.STAGES
 
 
 class Part:
@@ -42,7 +42,7 @@ class Part:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[Rank]:
     made = make_session(has_stepped=True)
     made.trains_alone = False
     parts = (Alignment, Verifier, Holdings, KeptWeights, OwnState, Mirror, SnapshotPart)
@@ -65,7 +65,7 @@ def run(stages: tuple[Any, ...], *names: str, known: Any) -> None:
             stage.act(known)
 
 
-def step_of(session: Session) -> Any:
+def step_of(session: Rank) -> Any:
     parameter = torch.nn.Parameter(torch.ones(2))
     return step_hooks._Step(session, torch.optim.SGD([parameter], lr=0.1), None, None)  # type: ignore[arg-type]
 
@@ -83,7 +83,7 @@ def test_every_stage_says_why_it_stands_where_it_stands() -> None:
 
 
 def test_a_step_calls_each_stage_once_and_what_is_not_recorded_none_of_the_record(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
 
@@ -93,7 +93,7 @@ def test_a_step_calls_each_stage_once_and_what_is_not_recorded_none_of_the_recor
     for table in ("BEGIN", "RECORD", "TAKE"):
         monkeypatch.setattr(step_hooks, table, noting(getattr(step_hooks, table)))
     for is_recorded in (True, False):
-        monkeypatch.setattr(Session, "is_recorded", lambda _, answer=is_recorded: answer)
+        monkeypatch.setattr(Rank, "is_recorded", lambda _, answer=is_recorded: answer)
         step_hooks._begin_step(session, None, None)  # type: ignore[arg-type]
 
     unrecorded = [stage.name for stage in (*step_hooks.BEGIN, *step_hooks.TAKE)]
@@ -101,14 +101,14 @@ def test_a_step_calls_each_stage_once_and_what_is_not_recorded_none_of_the_recor
 
 
 def test_a_result_that_is_overwritten_while_it_is_sent_refuses_the_step(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[str]:
         refused: list[str] = []
         held = SimpleNamespace(is_kept=True)
         entry = SimpleNamespace(input=held, result=None, signature="allreduce")
         session.parts[Journal] = Part(sources={"of": 0}, entries=[entry], source_of=lambda _: session.rank)
-        monkeypatch.setattr(step_hooks.pending, "wait_for_all", lambda *_: setattr(held, "is_kept", False))
+        monkeypatch.setattr(step_hooks, "wait_for_all", lambda *_: setattr(held, "is_kept", False))
         monkeypatch.setattr(step_hooks, "report_mismatch", lambda line, generation, why: refused.append(why))
         run(stages, "operations", "results", known=step_of(session))
         return refused
@@ -119,7 +119,7 @@ def test_a_result_that_is_overwritten_while_it_is_sent_refuses_the_step(
     assert unnoticed == []
 
 
-def test_hashes_are_of_the_gradients_with_which_the_step_is_taken(session: Session) -> None:
+def test_hashes_are_of_the_gradients_with_which_the_step_is_taken(session: Rank) -> None:
     def outcome(stages: tuple[Any, ...]) -> tuple[float, float]:
         gradient, hashed = torch.tensor(1.0), []
         session.parts |= {
@@ -134,14 +134,14 @@ def test_hashes_are_of_the_gradients_with_which_the_step_is_taken(session: Sessi
 
 @pytest.mark.parametrize("refusing", ["proof", "compare"])
 def test_no_rank_steps_when_one_refuses_before_it(
-    session: Session, monkeypatch: pytest.MonkeyPatch, refusing: str
+    session: Rank, monkeypatch: pytest.MonkeyPatch, refusing: str
 ) -> None:
     """A replacement that differs from the lost rank, and a rank with a NaN in its gradient."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError
 
-    def record(session: Session, boundary: int, *_: Any) -> bool:
+    def record(session: Rank, boundary: int, *_: Any) -> bool:
         session.board.announce(session.rank, Field.RECORDED, boundary)
         return True
 
@@ -161,7 +161,7 @@ def test_no_rank_steps_when_one_refuses_before_it(
 
 
 def test_a_rank_that_is_lost_in_the_commit_finds_the_steps_collectives_in_the_journals_of_the_others(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[str]:
         journal, issued_again = ["allreduce"], []
@@ -175,7 +175,7 @@ def test_a_rank_that_is_lost_in_the_commit_finds_the_steps_collectives_in_the_jo
     assert outcomes(BEGIN, "commit", "journal", outcome) == [["allreduce"], []]
 
 
-def test_a_rank_commits_no_step_of_which_it_has_no_record(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_commits_no_step_of_which_it_has_no_record(session: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[int]:
         committed: list[int] = []
         monkeypatch.setattr(step_hooks, "write_record", lambda *_: True)
@@ -190,7 +190,7 @@ def test_a_rank_commits_no_step_of_which_it_has_no_record(session: Session, monk
 
 @pytest.mark.parametrize("other", ["journal", "applying"])
 def test_a_recovery_finds_no_old_collectives_at_a_passed_boundary_and_no_step_that_seems_to_run(
-    session: Session, other: str
+    session: Rank, other: str
 ) -> None:
     """A collective step, whose boundary is passed before it."""
 
@@ -209,7 +209,7 @@ def test_a_recovery_finds_no_old_collectives_at_a_passed_boundary_and_no_step_th
     assert otherwise == ((1, True, 1) if other == "journal" else (0, True, 1))
 
 
-def test_what_a_rank_alone_holds_is_mirrored_from_the_step_on_after_which_the_agent_says_so(session: Session) -> None:
+def test_what_a_rank_alone_holds_is_mirrored_from_the_step_on_after_which_the_agent_says_so(session: Rank) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[bool]:
         wanted, mirrored = [], []
         session.parts |= {
@@ -226,7 +226,7 @@ def test_what_a_rank_alone_holds_is_mirrored_from_the_step_on_after_which_the_ag
 
 @pytest.mark.parametrize("reader", ["weights", "mirror", "snapshot"])
 def test_what_is_kept_of_a_step_is_its_own_though_a_recovery_waits_for_its_end(
-    session: Session, monkeypatch: pytest.MonkeyPatch, reader: str
+    session: Rank, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[str]:
         weights, kept = ["of the step"], []
@@ -248,7 +248,7 @@ def test_what_is_kept_of_a_step_is_its_own_though_a_recovery_waits_for_its_end(
 
 @pytest.mark.parametrize(("other", "seen"), [("divergent", (1, 0)), ("end", (1, 0))])
 def test_the_boundary_is_passed_when_a_rank_says_that_its_step_has_ended_or_is_killed_as_divergent(
-    session: Session, monkeypatch: pytest.MonkeyPatch, other: str, seen: tuple[int, int]
+    session: Rank, monkeypatch: pytest.MonkeyPatch, other: str, seen: tuple[int, int]
 ) -> None:
     def outcome(stages: tuple[Any, ...]) -> int:
         session.applied = 0
@@ -261,30 +261,30 @@ def test_the_boundary_is_passed_when_a_rank_says_that_its_step_has_ended_or_is_k
     assert tuple(outcomes(END, other, "pass", outcome)) == seen
 
 
-def freeze_of(session: Session) -> Any:
-    return freezing._Freeze(session, to_rank.Freeze((0, 1), 5, ()), lambda: None)
+def freeze_of(session: Rank) -> Any:
+    return recovery_orders._Freeze(session, to_rank.Freeze((0, 1), 5, ()), lambda: None)
 
 
-def test_a_frozen_rank_announces_the_new_generation(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_rank_announces_the_new_generation(session: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[int]:
         session.generation = 4
         held: list[int] = []
-        monkeypatch.setattr(freezing, "settle", lambda session, *_: held.append(session.generation))
+        monkeypatch.setattr(recovery_orders, "settle", lambda session, *_: held.append(session.generation))
         run(stages, "hold", "settle", known=freeze_of(session))
         return held
 
     assert outcomes(FREEZE, "hold", "settle", outcome) == [[5], [4]]
 
 
-def test_a_collective_step_ends_if_no_rank_is_lost(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collective_step_ends_if_no_rank_is_lost(session: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[bool]:
         session[Journal].is_frozen = False
         has_ended: list[bool] = []
 
-        def wait(session: Session, *_: Any) -> None:
+        def wait(session: Rank, *_: Any) -> None:
             has_ended.append(not session[Journal].is_frozen)  # its next collective is issued
 
-        monkeypatch.setattr(freezing, "let_collective_step_end", wait)
+        monkeypatch.setattr(recovery_orders, "let_collective_step_end", wait)
         run(stages, "collective step", "journal", known=freeze_of(session))
         return has_ended
 
@@ -293,12 +293,12 @@ def test_a_collective_step_ends_if_no_rank_is_lost(session: Session, monkeypatch
     assert outcomes(FREEZE, "collective step", "journal", outcome) == [[True], [False]]
 
 
-def test_no_operation_is_issued_on_a_broken_connection(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_operation_is_issued_on_a_broken_connection(session: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[str]:
         session[Journal].is_frozen = False
         failed: list[str] = []
 
-        def cut(session: Session, *_: Any) -> None:
+        def cut(session: Rank, *_: Any) -> None:
             if not session[Journal].is_frozen:
                 failed.append("what the script issues now")
 
@@ -310,13 +310,13 @@ def test_no_operation_is_issued_on_a_broken_connection(session: Session, monkeyp
 
 
 def test_a_step_that_waits_for_a_lost_rank_ends_since_its_connections_are_cut(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[bool]:
         cut: list[str] = []
         ended: list[bool] = []
         monkeypatch.setattr(generations, "break_connections", lambda *_: cut.append("all"))
-        monkeypatch.setattr(freezing, "let_step_end", lambda *_: ended.append(bool(cut)))
+        monkeypatch.setattr(recovery_orders, "let_step_end", lambda *_: ended.append(bool(cut)))
         run(stages, "connections", "step", known=freeze_of(session))
         return ended
 
@@ -325,7 +325,7 @@ def test_a_step_that_waits_for_a_lost_rank_ends_since_its_connections_are_cut(
 
 @pytest.mark.parametrize("other", ["step", "saves", "device", "report"])
 def test_a_freeze_depends_on_the_boundary_to_which_the_survivors_settle(
-    session: Session, monkeypatch: pytest.MonkeyPatch, other: str
+    session: Rank, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     """The running step ends at boundary 1, and the survivors settle at 2."""
 
@@ -333,17 +333,19 @@ def test_a_freeze_depends_on_the_boundary_to_which_the_survivors_settle(
         session.applied = 0
         seen: list[int] = []
 
-        def settle(session: Session, *_: Any) -> None:
+        def settle(session: Rank, *_: Any) -> None:
             if other == "step":
                 seen.append(session.applied)  # what the others are told
             session.applied = 2
 
-        monkeypatch.setattr(freezing, "settle", settle)
-        monkeypatch.setattr(freezing, "let_step_end", lambda session, *_: setattr(session, "applied", 1))
-        monkeypatch.setattr(freezing.apart, "give_up_older", lambda session: seen.append(session.applied))
-        monkeypatch.setattr(freezing.on_device, "settle", lambda: seen.append(session.applied))
+        monkeypatch.setattr(recovery_orders, "settle", settle)
+        monkeypatch.setattr(recovery_orders, "let_step_end", lambda session, *_: setattr(session, "applied", 1))
+        monkeypatch.setattr(
+            recovery_orders.thread_collectives, "give_up_older", lambda session: seen.append(session.applied)
+        )
+        monkeypatch.setattr(recovery_orders.device_stop, "settle", lambda: seen.append(session.applied))
         monkeypatch.setattr(session.channel, "send", lambda frozen: seen.append(frozen.boundary))
-        monkeypatch.setattr(freezing.replicated, "digest", lambda: "")
+        monkeypatch.setattr(recovery_orders.replicated, "digest", lambda: "")
         run(stages, other, "settle", known=freeze_of(session))
         return seen[0]
 

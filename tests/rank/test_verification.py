@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.groups.entry import Entry, Input
 from ttprun.groups.journal import Journal
+from ttprun.groups.operations import Entry, Input
 from ttprun.protocol import channel, from_rank, to_rank
-from ttprun.rank.checks import verification
-from ttprun.rank.checks.reduced_gradients import find_nan
-from ttprun.rank.checks.verification import Verifier, nan_in
+from ttprun.rank import verification
 from ttprun.rank.replay.recovery import Recovery
+from ttprun.rank.verification import Verifier, find_nan, nan_in
 from ttprun.tensors import holdings
 
 OPTIMIZER = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)

@@ -25,7 +25,7 @@ from tests.rank.processes import run_alone
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.agreement import received_of, sources_of
 from ttprun.groups.connection import Exchange
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel, Message, Order
@@ -145,7 +145,7 @@ class FakeAgent:
 
 def wait_for(key: str) -> None:
     """In a rank: wait until the scenario has sent it `key`."""
-    from ttprun.rank.session import current
+    from ttprun.introspect.current_rank import current
 
     session = current()
     assert session is not None
@@ -154,7 +154,7 @@ def wait_for(key: str) -> None:
 
 def say(text: str) -> None:
     """In a rank: tell the scenario something."""
-    from ttprun.rank.session import current
+    from ttprun.introspect.current_rank import current
 
     session = current()
     assert session is not None
@@ -245,7 +245,7 @@ def _be_rank(
         torch.set_num_threads(1)
         torch.manual_seed(rank)
         if is_managed:
-            whose.add_user_directory(os.path.dirname(__file__))
+            ownership.add_user_directory(os.path.dirname(__file__))
             presence = Presence(line, welcome, fds)
             presence.start()
             install._presence = presence

@@ -17,8 +17,9 @@ from torch import nn
 from torch_npu import breaking
 from torch_npu.breaking import State
 
-from ttprun.capture.records.evidence import INPUT, REGION_BYTES, Evidence
+from ttprun.capture.records.evidence import REGION_BYTES, Evidence
 from ttprun.introspect import host_copies
+from ttprun.introspect.current_rank import INPUT
 from ttprun.introspect.tensor_bytes import bytes_of, content_of, folded, plain_together
 
 TOO_LONG = 1200  # a product of matrices of this size runs for a while

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
+from ttprun.introspect.current_rank import Rank as Session
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirror_messages import SLOTS, slot_of, unpack
-from ttprun.rank.session import Session
 from ttprun.tensors import mirror, optimizer_registry
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Stored

@@ -27,7 +27,7 @@ from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import places
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.resharding import assemble, pieces_of
-from ttprun.tensors import checkpoint_shards, replicated, sharded, state_transfer
+from ttprun.tensors import replicated, sharded, shares, state_transfer
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.optimizer_registry import forget, optimizers, stepped, stepped_tensors, wrap_optimizer_init
 from ttprun.tensors.state_transfer import InDirectory
@@ -108,9 +108,7 @@ def written_by(size: int, folder: Path, ranks: Sequence[int] | None = None) -> l
     for share, rank in enumerate(ranks):
         with world(rank, size) as mesh:
             train(mesh, STEPS)
-            written.append(
-                checkpoint_shards.write(str(folder / checkpoint_shards.file_of(share)), share, len(ranks), None)
-            )
+            written.append(shares.write(str(folder / shares.file_of(share)), share, len(ranks), None))
     return written
 
 
@@ -132,7 +130,7 @@ def test_what_some_ranks_have_written_any_other_number_of_ranks_reads_exactly(
         with world(rank, new) as mesh:
             train(mesh, 1)
             before = held(replicated.describe()[1])
-            checkpoint_shards.load(written[0].header, files)
+            shares.load(written[0].header, files)
             got = held(replicated.describe()[1])
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[key], expected[key]) for key in got), rank
@@ -147,7 +145,7 @@ def test_a_share_that_is_not_there_is_noticed_before_anything_goes_on(tmp_path: 
     with world(0, 2) as mesh:
         train(mesh, 1)
         with pytest.raises(NotRepairableError, match=r"is not whole in the checkpoint|is in none of"):
-            checkpoint_shards.load(written[0].header, files[:1])
+            shares.load(written[0].header, files[:1])
 
 
 def test_what_a_lost_rank_held_is_named_by_those_that_are_left(tmp_path: Path) -> None:

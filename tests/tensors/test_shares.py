@@ -20,11 +20,11 @@ from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
 from ttprun.state.files import read_entry
-from ttprun.tensors import checkpoint_shards, replicated, snapshot_shares
+from ttprun.tensors import replicated, shares
 from ttprun.tensors.memory import Memory
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
 from ttprun.tensors.optimizer_registry import forget, wrap_optimizer_init
-from ttprun.tensors.snapshot_shares import SnapshotPart
+from ttprun.tensors.shares import SnapshotPart
 
 SHARES = 3
 Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -53,8 +53,8 @@ def state() -> dict[str, torch.Tensor]:
 
 def write_all(folder: Path) -> tuple[list[Any], list[str]]:
     """(header, paths) of a checkpoint's shares."""
-    paths = [str(folder / checkpoint_shards.file_of(share)) for share in range(SHARES)]
-    written = [checkpoint_shards.write(path, share, SHARES, None) for share, path in enumerate(paths)]
+    paths = [str(folder / shares.file_of(share)) for share in range(SHARES)]
+    written = [shares.write(path, share, SHARES, None) for share, path in enumerate(paths)]
     return written[0].header, paths
 
 
@@ -73,7 +73,7 @@ def test_shares_are_as_even_as_the_largest_tensor_lets_them_be() -> None:
     for of in (1, 2, 3, 8):
         sizes = [chance.randint(1, 1000) for _ in range(200)]
 
-        owners = checkpoint_shards.divide(sizes, of)
+        owners = shares.divide(sizes, of)
 
         filled = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == share) for share in range(of)]
         assert max(filled) - min(filled) <= max(sizes)
@@ -81,10 +81,10 @@ def test_shares_are_as_even_as_the_largest_tensor_lets_them_be() -> None:
 
 
 def test_tensors_of_one_size_are_dealt_out_in_turn_and_all_ranks_deal_alike() -> None:
-    assert checkpoint_shards.divide([5, 5, 5, 5, 5], 2) == [0, 1, 0, 1, 0]
-    assert checkpoint_shards.divide([1, 9, 1, 1], 2) == [1, 0, 1, 1]
-    assert checkpoint_shards.divide([], 2) == []
-    assert checkpoint_shards.divide([7], 3) == [0]
+    assert shares.divide([5, 5, 5, 5, 5], 2) == [0, 1, 0, 1, 0]
+    assert shares.divide([1, 9, 1, 1], 2) == [1, 0, 1, 1]
+    assert shares.divide([], 2) == []
+    assert shares.divide([7], 3) == [0]
 
 
 def test_what_several_ranks_have_written_together_is_the_state_of_each(tmp_path: Path, trained: Trained) -> None:
@@ -92,7 +92,7 @@ def test_what_several_ranks_have_written_together_is_the_state_of_each(tmp_path:
     header, paths = write_all(tmp_path)
     disturb(trained)
 
-    checkpoint_shards.load(header, paths)
+    shares.load(header, paths)
 
     found = state()
     assert found.keys() == expected.keys()
@@ -108,14 +108,14 @@ def test_lists_of_tensors_in_an_optimizer_s_state_are_taken_over_with_their_item
     header, paths = write_all(tmp_path)
     held["factors"] = [torch.zeros(3)]
 
-    checkpoint_shards.load(header, paths)
+    shares.load(header, paths)
 
     first, (nothing, second), third, fourth = optimizer.state[next(model.parameters())]["factors"]
     assert (first.tolist(), nothing, second.tolist(), third, fourth) == ([1.0, 1.0, 1.0], None, [2.0, 2.0], 0.5, [])
 
 
 def test_every_tensor_is_in_one_share_and_each_file_is_as_it_was_reported(tmp_path: Path, trained: Trained) -> None:
-    written = [checkpoint_shards.write(str(tmp_path / str(share)), share, SHARES, None) for share in range(SHARES)]
+    written = [shares.write(str(tmp_path / str(share)), share, SHARES, None) for share in range(SHARES)]
 
     held = [key for share in range(SHARES) for key in load_file(tmp_path / str(share))]
     assert sorted(held) == sorted(state())
@@ -129,9 +129,9 @@ def test_a_model_in_the_script_s_variables_is_named_with_its_buffers(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = trained[0]
-    monkeypatch.setattr(checkpoint_shards, "modules_in", lambda frame: iter([("net", model)]))
+    monkeypatch.setattr(shares, "modules_in", lambda frame: iter([("net", model)]))
 
-    written = checkpoint_shards.write(str(tmp_path / "first"), 0, 1, None)
+    written = shares.write(str(tmp_path / "first"), 0, 1, None)
 
     places = written.model["net"]
     assert places.keys() == model.state_dict().keys()
@@ -145,7 +145,7 @@ def test_a_tensor_that_is_in_no_file_is_named_and_nothing_is_taken_for_it(tmp_pa
     header, paths = write_all(tmp_path)
 
     with pytest.raises(NotRepairableError, match=r"optimizer\.0/0\.\d/\w+ is in none of the checkpoint's files"):
-        checkpoint_shards.load(header, paths[1:])
+        shares.load(header, paths[1:])
 
 
 def test_a_tensor_of_another_shape_in_the_file_is_refused(tmp_path: Path, trained: Trained) -> None:
@@ -155,7 +155,7 @@ def test_a_tensor_of_another_shape_in_the_file_is_refused(tmp_path: Path, traine
     save_file(load_file(path) | {key: torch.zeros(3, 3)}, path)
 
     with pytest.raises(NotRepairableError, match=r"exp_avg is \[3, 3\] of torch.float32 in the checkpoint"):
-        checkpoint_shards.load(header, paths)
+        shares.load(header, paths)
 
 
 def test_a_model_of_another_shape_is_refused(tmp_path: Path, trained: Trained) -> None:
@@ -163,12 +163,12 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path, trained: Trained) -
     header[0][1] = [32, 17]
 
     with pytest.raises(NotRepairableError, match=r"\[32, 16\] in the script's model, and \[32, 17\] in what was saved"):
-        checkpoint_shards.load(header, paths)
+        shares.load(header, paths)
 
 
-def owned(rank: int) -> checkpoint_shards.Differing:
+def owned(rank: int) -> shares.Differing:
     """Ranks 0 and 1 hold other weights than ranks 2 and 3 of the first layer; the rest is alike."""
-    return checkpoint_shards.Differing({"optimizer.0/0.0": (0, 0, 2, 2)}, rank, (0, 1, 2, 3))
+    return shares.Differing({"optimizer.0/0.0": (0, 0, 2, 2)}, rank, (0, 1, 2, 3))
 
 
 def test_of_what_not_all_ranks_hold_alike_the_first_holder_writes_its_own_and_each_rank_loads_its_own(
@@ -179,13 +179,13 @@ def test_of_what_not_all_ranks_hold_alike_the_first_holder_writes_its_own_and_ea
         with torch.no_grad():
             next(iter(trained[0].parameters())).fill_(float(rank // 2))
         expected[rank] = state()
-        paths.append(str(tmp_path / checkpoint_shards.file_of(rank)))
-        header = checkpoint_shards.write(paths[-1], rank, 4, None, owned(rank)).header
+        paths.append(str(tmp_path / shares.file_of(rank)))
+        header = shares.write(paths[-1], rank, 4, None, owned(rank)).header
     keys = sorted(key for path in paths for key in load_file(path) if "@" in key)
 
     for rank in (1, 3):
         disturb(trained)
-        checkpoint_shards.load(header, paths, owned(rank))
+        shares.load(header, paths, owned(rank))
         assert all(torch.equal(expected[rank][key], tensor) for key, tensor in state().items())
 
     of_first = ("exp_avg", "exp_avg_sq", "step", "weight")
@@ -196,7 +196,7 @@ def test_a_file_of_an_attempt_that_was_given_up_is_not_written_into(tmp_path: Pa
     path = tmp_path / "share"
     with open(path, "wb") as earlier:
         earlier.write(b"x" * 10)
-        checkpoint_shards.write(str(path), 0, 1, None)
+        shares.write(str(path), 0, 1, None)
         earlier.write(b"y" * 10)
         earlier.flush()
 
@@ -215,14 +215,14 @@ def memory_file() -> tuple[int, str]:
 def test_a_snapshot_holds_what_a_checkpoint_would_and_can_be_loaded(tmp_path: Path, trained: Trained) -> None:
     expected = state()
     memories = [memory_file() for _ in range(SHARES)]
-    written = [checkpoint_shards.copy(Memory(path), share, SHARES, None) for share, (_, path) in enumerate(memories)]
+    written = [shares.copy(Memory(path), share, SHARES, None) for share, (_, path) in enumerate(memories)]
     for share, (fd, path) in enumerate(memories):
-        checkpoint_shards.write(str(tmp_path / "disk"), share, SHARES, None)
+        shares.write(str(tmp_path / "disk"), share, SHARES, None)
         assert Path(path).read_bytes() == (tmp_path / "disk").read_bytes()
         assert written[share].bytes == os.fstat(fd).st_size
     disturb(trained)
 
-    checkpoint_shards.load(written[0].header, [path for _, path in memories])
+    shares.load(written[0].header, [path for _, path in memories])
 
     assert all(torch.equal(tensor, expected[key]) for key, tensor in state().items())
 
@@ -268,7 +268,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, held: int = 0
     buffers = [[memory_file()[1], memory_file()[1]] for _ in range(2)]
     if held:
         Memory(buffers[1][1]).fill(held, [])
-    monkeypatch.setattr(snapshot_shares, "free_bytes", lambda: free_bytes)
+    monkeypatch.setattr(shares, "free_bytes", lambda: free_bytes)
     first = SnapshotPart(board, 0, buffers, every=20, recorder=recorder())
     board.set(0, Field.SNAPSHOT_ASKED, 1)
     for number in (39, 40):
@@ -295,7 +295,7 @@ def test_a_snapshot_is_taken_where_there_is_memory_for_the_shares_of_all_ranks(
 def test_a_snapshot_is_put_off_from_an_open_boundary_to_the_next_that_is_not(
     monkeypatch: pytest.MonkeyPatch, trained: Trained
 ) -> None:
-    monkeypatch.setattr(snapshot_shares, "free_bytes", lambda: None)
+    monkeypatch.setattr(shares, "free_bytes", lambda: None)
     board = Board.create(2)[1]
     first = SnapshotPart(board, 0, [[memory_file()[1], memory_file()[1]]], every=20, recorder=recorder())
     taken_at = []
@@ -311,7 +311,7 @@ def test_a_snapshot_is_put_off_from_an_open_boundary_to_the_next_that_is_not(
 def test_where_every_boundary_is_open_a_snapshot_is_taken_all_the_same(
     monkeypatch: pytest.MonkeyPatch, trained: Trained
 ) -> None:
-    monkeypatch.setattr(snapshot_shares, "free_bytes", lambda: None)
+    monkeypatch.setattr(shares, "free_bytes", lambda: None)
     board = Board.create(2)[1]
     first = SnapshotPart(board, 0, [[memory_file()[1], memory_file()[1]]], every=20, recorder=recorder())
     board.set(0, Field.SNAPSHOT_ASKED, 1)
@@ -347,7 +347,7 @@ class Asking(torch.nn.Module):
         for block in self.blocks:
             alone = torch.nn.Linear(2, 2)
             x = alone(block(x))
-            self.found = [name for name, _ in checkpoint_shards.modules_in(sys._getframe())]
+            self.found = [name for name, _ in shares.modules_in(sys._getframe())]
         return x
 
 

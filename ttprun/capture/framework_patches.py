@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ttprun.capture.effects import script_files
 from ttprun.capture.host import Host, current
 from ttprun.introspect import fail_open, signal_handlers
-from ttprun.introspect.after_import import after_import
+from ttprun.introspect.patching import after_import
 
 
 def wrap_run(original: Any) -> Any:
@@ -85,7 +85,7 @@ def _take_away_later_rows(session: Host, writer: Any) -> None:
         table.writeheader()
         table.writerows(rows)
     if len(rows) < count:  # the lost rank was about to write it anew
-        session.training.report([], [f"of {count} rows of {path} the lost rank has left {len(rows)}"])
+        session.observers.report([], [f"of {count} rows of {path} the lost rank has left {len(rows)}"])
 
 
 _WRITERS = "tensorboard.summary.writer.event_file_writer"
@@ -115,7 +115,7 @@ def wrap_add_event(original: Any) -> Any:
         elif session.mode.is_alone:
             if not _appends(self) and event.HasField("file_version"):
                 name = getattr(self, "_file_name", "a file")
-                session.training.report([], [f"TensorBoard continues in another file than the lost rank's: {name}"])
+                session.observers.report([], [f"TensorBoard continues in another file than the lost rank's: {name}"])
                 original(self, event)  # each new file must begin with its version
         else:
             key = script_files.key_of(f"{getattr(self, '_file_name', '')}#events")

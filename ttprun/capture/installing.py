@@ -19,7 +19,7 @@ from ttprun.capture.data import loaders
 from ttprun.capture.effects import origins, output
 from ttprun.capture.position import loops, made_inside
 from ttprun.introspect import fail_open
-from ttprun.introspect.after_import import after_import
+from ttprun.introspect.patching import after_import
 
 _RULES = "torch._dynamo.trace_rules"
 

@@ -15,7 +15,7 @@ import torch
 from ttprun.introspect.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
-    from ttprun.groups.buckets import Buckets
+    from ttprun.groups.inputs import Buckets
 
 
 import contextlib
@@ -29,10 +29,11 @@ import threading
 from collections import defaultdict
 
 from ttprun.chaos.faults import Fault
-from ttprun.groups.connection import Connection, Exchange
+from ttprun.groups.connection import Exchange
+from ttprun.groups.gloo import Connection
 from ttprun.groups.process_group import groups_of
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.distributed_tensors import local_of
-from ttprun.rank.session import Session
 from ttprun.tensors import optimizer_registry
 
 # Wrong numbers on purpose: a NaN in a gradient, a flipped bit in a parameter. As with defective memory, no version
@@ -172,7 +173,7 @@ def publish(exchange: Exchange, connection: Connection, group_name: str, rank: i
     exchange.put(connection.generation, f"group {group_name}/callers {rank}", json.dumps(called).encode())
 
 
-def links(session: Session) -> dict[int, list[socket.socket]]:
+def links(session: Rank) -> dict[int, list[socket.socket]]:
     """Peer (global rank) -> duplicates of the sockets that lead to it, to be closed by the caller."""
     sockets: dict[int, list[socket.socket]] = defaultdict(list)
     for group in groups_of(session):
@@ -204,7 +205,7 @@ def _callers(exchange: Exchange, connection: Connection, name: str, size: int, r
     return ports
 
 
-def break_links(session: Session, fault: Fault) -> str:
+def break_links(session: Rank, fault: Fault) -> str:
     """Break one link or all; returns what was done. Raises ValueError if there is no such link."""
     by_peer = links(session)
     try:
@@ -220,7 +221,7 @@ def break_links(session: Session, fault: Fault) -> str:
     return f"{len(sockets)} connections to rank {', '.join(map(str, peers))}"
 
 
-def _chosen(session: Session, fault: Fault, peers: list[int]) -> list[int]:
+def _chosen(session: Rank, fault: Fault, peers: list[int]) -> list[int]:
     if not peers:
         raise ValueError("this rank has no connection")
     if fault.peer is not None:

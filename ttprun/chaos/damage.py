@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from ttprun.chaos.faults import DEVICE_KINDS, Fault
 from ttprun.protocol import from_rank
-from ttprun.rank.process import held_signals
+from ttprun.rank import held_signals
 
 if TYPE_CHECKING:
+    from ttprun.introspect.current_rank import Rank
     from ttprun.protocol.channel import Channel
-    from ttprun.rank.session import Session
 
 EXIT_CODE = 1
 _DEED_LIMIT_S = 10.0
@@ -46,7 +46,7 @@ class Armed:
     fault: Fault
 
 
-def strike(session: Session, armed: Armed, phase: str) -> None:
+def strike(session: Rank, armed: Armed, phase: str) -> None:
     """Cause a fault now, and report it to the agent. Returns if the process survives.
 
     session   of this rank
@@ -56,12 +56,12 @@ def strike(session: Session, armed: Armed, phase: str) -> None:
     cause(session.channel, armed, phase, step_of(session, phase), session)
 
 
-def step_of(session: Session, phase: str) -> int:
+def step_of(session: Rank, phase: str) -> int:
     """The optimizer step that this rank is in; at "after_step" still the one that has just ended."""
     return session.applied - (phase == "after_step")
 
 
-def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Session | None) -> None:
+def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Rank | None) -> None:
     """As `strike`, with the step given; for a moment in which the script may not have imported torch yet.
 
     step      optimizer step, from 0, for the report
@@ -202,7 +202,7 @@ def _break_device(kind: str) -> str:
     return broken.break_device(kind)
 
 
-def _break_something(session: Session, fault: Fault) -> str:
+def _break_something(session: Rank, fault: Fault) -> str:
     from ttprun.chaos import broken
 
     if fault.kind == "worker-kill":
@@ -220,7 +220,7 @@ def _kill_worker() -> str:
     return f"pid {workers[0].pid}"
 
 
-def put_nan(session: Session, armed: Armed, phase: str, op: str, inputs: Any) -> bool:
+def put_nan(session: Rank, armed: Armed, phase: str, op: str, inputs: Any) -> bool:
     """If these are gradients about to be reduced, make one element NaN, and report it.
 
     armed    of kind "nan"

@@ -23,9 +23,9 @@ from ttprun.chaos import strikes
 from ttprun.chaos.damage import step_of
 from ttprun.chaos.plain_observer.sitecustomize import leave, seed_what_the_system_seeds
 from ttprun.introspect import random_state
+from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.tensor_bytes import content_of, elements_of
-from ttprun.rank.session import Session, current
 from ttprun.tensors import optimizer_registry
 
 VARIABLE = "_TTPRUN_CHECK"
@@ -77,14 +77,14 @@ class Observer:
             self._note_moment(session, strikes.phase_of_collective(session, op))
         return strikes.reached_collective(op, inputs)
 
-    def _note_moment(self, session: Session, moment: str) -> None:
+    def _note_moment(self, session: Rank, moment: str) -> None:
         """Each moment once a step."""
         step = step_of(session, moment)
         if (moment, step) not in self._seen:
             self._seen.add((moment, step))
             self._note({"moment": moment, "step": step})
 
-    def _note_boundary(self, session: Session) -> None:
+    def _note_boundary(self, session: Rank) -> None:
         with contextlib.suppress(Exception):  # a tensor that cannot be hashed is not compared; training goes on
             self._note({"boundary": session.applied, "trained": trained(), "random": random_now()})
 
@@ -97,7 +97,7 @@ class Observer:
             finally:
                 os.close(fd)
 
-    def _leave(self, session: Session) -> None:
+    def _leave(self, session: Rank) -> None:
         """Keep the newest record, and end the process."""
         record = session[Recorder].read(session.applied)
         for name, content in zip(("head", "blobs"), record or (), strict=False):
@@ -106,7 +106,7 @@ class Observer:
         leave()
 
 
-def _live() -> Session | None:
+def _live() -> Rank | None:
     """This process's session; None in a replay."""
     session = current()
     return session if session is not None and session.mode.is_live else None

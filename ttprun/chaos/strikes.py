@@ -1,6 +1,6 @@
 """Cause the faults of `ttprun inject-fault` at their moments.
 
-This module is the listener of `ttprun.introspect.moments` on runs that allow faults. A fault strikes once: it is
+This module is the listener of `ttprun.introspect.fault_points` on runs that allow faults. A fault strikes once: it is
 reported to the agent, which does not send it to the replacement. `damage.py` has the effects of each kind.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 from ttprun.chaos import broken, damage
 from ttprun.chaos.damage import Armed
 from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
-from ttprun.introspect import moments
+from ttprun.introspect import fault_points
+from ttprun.introspect.current_rank import Rank, current
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import Channel, Message
-from ttprun.rank.session import Session, current
 
 waiting: list[Armed] = []  # for their moment, in this rank
 _known: set[int] = set()
@@ -83,7 +83,7 @@ def _strike_if_due(phase: str) -> None:
         return
 
 
-def _due(session: Session, phase: str) -> Iterator[Armed]:
+def _due(session: Rank, phase: str) -> Iterator[Armed]:
     """The faults that are due. One whose step is over strikes at the next such moment."""
     is_recovery = phase in RECOVERY_PHASES
     if not (session.mode.is_live or is_recovery):
@@ -108,7 +108,7 @@ def _take(armed: Armed) -> bool:
     return True
 
 
-def _strike_inside_step(session: Session, armed: Armed) -> None:
+def _strike_inside_step(session: Rank, armed: Armed) -> None:
     """Strike at a later one of the optimizer's calls of C functions, after it has changed some of its tensors."""
     global _inside_step
     _inside_step = armed
@@ -124,7 +124,7 @@ def _strike_inside_step(session: Session, armed: Armed) -> None:
     sys.setprofile(count)
 
 
-def _strike_inside_step_now(session: Session) -> None:
+def _strike_inside_step_now(session: Rank) -> None:
     global _inside_step
     sys.setprofile(None)
     armed, _inside_step = _inside_step, None
@@ -162,7 +162,7 @@ def reached_collective(op: str, inputs: Any) -> bool:
     return False
 
 
-def phase_of_collective(session: Session, op: str) -> str:
+def phase_of_collective(session: Rank, op: str) -> str:
     """Which phase a collective shows; "collective" if none but itself."""
     import torch
 
@@ -184,13 +184,13 @@ def _watch_modules() -> None:
     from ttprun.capture.installing import unless_traced
 
     def before_forward(module: Any, args: Any) -> None:
-        moments.reached("forward" if module.training else "validation")
+        fault_points.reached("forward" if module.training else "validation")
 
     register_module_forward_pre_hook(unless_traced(before_forward))
     backward = torch.autograd.backward
 
     def then_reached(*args: Any, **kwargs: Any) -> None:
         backward(*args, **kwargs)
-        moments.reached("backward")  # for faults that no collective inside has triggered
+        fault_points.reached("backward")  # for faults that no collective inside has triggered
 
     torch.autograd.backward = then_reached

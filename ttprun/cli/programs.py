@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ttprun import frameworks
-from ttprun.introspect.whose import is_installed
+from ttprun.introspect.ownership import is_installed
 
 # What pip and others write where the interpreter's path is too long for a `#!` line.
 _BY_SHELL = re.compile(rb"#!/bin/sh\n'''exec' \"?([^\" \n]+)\"? \"\$0\" \"\$@\"\n")

@@ -40,13 +40,13 @@ from ttprun.capture.values import CannotRestoreError, Tree, pack
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Answers
 from ttprun.introspect import random_state
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.random_state import RngState
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Adapt
-from ttprun.rank.checks.replay_guard import MismatchError
+from ttprun.rank.proof import MismatchError
 from ttprun.rank.replay.replay_run import ReplayRun
-from ttprun.rank.session import Session
-from ttprun.rank.step import boundary
+from ttprun.rank.step.record import describe, steps_now
 
 # Random states for ranks that the old run did not have: derived from those of an old rank, and never the same. Ranks
 # that draw the same numbers (with a common seed, to decide alike) must continue to do so: a state that two old ranks
@@ -227,7 +227,7 @@ class Adapted(ReplayRun):
     is_alone = False
     jump = loops.JumpToNewEnd
 
-    def __init__(self, session: Session, number: int, adapt: Adapt) -> None:
+    def __init__(self, session: Rank, number: int, adapt: Adapt) -> None:
         self.session = session
         self._paths, self._hyperparameters = adapt.paths, adapt.hyperparameters
         self._derived: Derived | None = None
@@ -285,7 +285,7 @@ class Adapted(ReplayRun):
             return
         self._forward.remove()
         try:
-            self._before_first_step = look(sys._getframe(1), boundary.steps_now())
+            self._before_first_step = look(sys._getframe(1), steps_now())
         except Exception as error:  # it must not end the script's own step
             self.refuse(
                 Reason("resume-with-other-ranks", f"the variables before the first step cannot be read: {error!r}")
@@ -325,7 +325,7 @@ class Adapted(ReplayRun):
 
     def _take_over(self, frame: FrameType, returned: Any) -> Any:
         session = self.session
-        fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
+        fields, tensors, _ = describe(session, self.boundary, frame, returned)
         head, own_loaders = pack(fields), fields.loaders
         mine = tree_of(head, tensors)
         session[Recorder].write_first(self.boundary, head, tensors)
@@ -350,7 +350,7 @@ class Adapted(ReplayRun):
                 self._derived.reseed(restore.object_of(number), state)
         old = replace(self.target.fields, files=script_files.positions_again(self.target.fields.files))
         self.target = Record(old, self.target.blobs)
-        fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
+        fields, tensors, _ = describe(session, self.boundary, frame, returned)
         fields = replace(fields, is_straight=True, weights=old.weights, files=old.files, held=old.held)
         fields = replace(fields, loaders=own_loaders)  # the restored variables may have overwritten the newest batch
         session[Recorder].write(self.boundary, pack(fields), tensors)

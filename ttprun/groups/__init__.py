@@ -1,5 +1,107 @@
 """Process groups that survive a lost peer: over a backend that can be replaced, with a journal of their collectives.
 
-What they need of whoever uses them: host.py. May import: introspect, device, protocol.
+PATCHES is what they change in a script's process: rows of the table that `ttprun explain` prints. What they need of
+whoever uses them: current_rank.py. May import: introspect, device, protocol.
 Begin with process_group.py (what happens at each collective), then journal.py.
 """
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ttprun.introspect.patching import Patch
+
+_C10D = "torch.distributed.distributed_c10d"
+_SYNCHRONIZING: tuple[tuple[str, Literal["script", "imported"]], ...] = (
+    ("torch.cuda", "script"),
+    ("torch.accelerator", "imported"),
+    ("torch_npu.npu", "imported"),
+)
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "threading",
+        "Thread.start",
+        "groups.thread_collectives:wrap_start",
+        "to give the collectives of a thread that a replay starts once more the lost rank's results",
+    ),
+    Patch(
+        _C10D,
+        "init_process_group",
+        "groups.script_calls:wrap_init_process_group",
+        "to give the script a process group whose connection can be replaced",
+        "always",
+    ),
+    Patch(
+        _C10D,
+        "new_group",
+        "groups.script_calls:wrap_new_group",
+        "to make the connections of these groups replaceable, too",
+        "always",
+    ),
+    Patch(
+        _C10D,
+        "destroy_process_group",
+        "groups.script_calls:wrap_destroy_process_group",
+        "to stop tracking a group that the script destroys",
+        "always",
+    ),
+    Patch(
+        _C10D,
+        "split_group",
+        "groups.script_calls:wrap_split_group",
+        "to make managed groups of the parts, whose connections can be replaced too",
+        "always",
+    ),
+    Patch(
+        _C10D,
+        "batch_isend_irecv",
+        "groups.script_calls:wrap_batch_isend_irecv",
+        "over a device's backend, to start the batch together, as torch does for groups of its own only",
+    ),
+    Patch(
+        "torch.cuda.graphs",
+        "CUDAGraph.capture_begin",
+        "groups.script_calls:wrap_capture_begin",
+        "to know that the script captures its work in graphs: no rank is replaced from then on",
+    ),
+    *(
+        Patch(
+            module,
+            "synchronize",
+            "groups.script_calls:wrap_synchronize",
+            "to wait for the collectives before it: one that a fault has ended is issued again first",
+            where,
+        )
+        for module, where in _SYNCHRONIZING
+    ),
+    Patch(
+        "torch.distributed._symmetric_memory",
+        "rendezvous",
+        "groups.script_calls:wrap_rendezvous",
+        "to know that the script's kernels reach into other ranks' memory: no rank is replaced from then on",
+        "imported",
+    ),
+    Patch(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._get_ddp_logging_data",
+        "groups.script_calls:wrap_ddp_logging_data",
+        "to name the script's backend there, not our own",
+        "always",
+    ),
+    *(
+        Patch(
+            f"torch.distributed.checkpoint._async_{kind}_executor",
+            f"_{kind.capitalize()}BasedAsyncCheckpointExecutor.execute_save",
+            "groups.thread_collectives:wrap_execute_save",
+            "to know which checkpoints dcp.async_save has not finished; in a replay, to save nothing",
+            "imported",
+        )
+        for kind in ("thread", "process")
+    ),
+    Patch(
+        "torch._jit_internal",
+        "_extract_tensors",
+        "groups.work:wrap_extract_tensors",
+        "to let DDP read results from our futures without pickling them",
+    ),
+)

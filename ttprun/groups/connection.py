@@ -1,38 +1,26 @@
-"""A gloo backend of one group in one generation, whose connections can be cut at once.
+"""How the members of a group find each other (`Exchange`), and what a connection between them is (`Link`).
 
-gloo's own abort() does not wake a rank that waits for a living peer (torch 2.13), so the backend's TCP sockets are shut
-down instead: every pending operation then fails within milliseconds. The listener is left alone: shutting it down
-aborts the process. Each backend gets a gloo device of its own, hence its own listening port, which identifies its
-sockets.
-
-Addresses are exchanged through the agent (`Exchange`), so that needs no port, and a wait for a peer that will never
-come ends with the generation.
+Addresses are exchanged through the agent, so that needs no port, and a wait for a peer that will never come ends with
+the generation.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup
 
-from ttprun.groups import p2p_channels, reduce_scatter
 from ttprun.protocol import from_rank
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
 
 CONNECT_LIMIT = timedelta(seconds=120)
-_MESSAGES_LIMIT_S = 0.5  # for the other end of a message, when a connection is closed
 
 
 class GenerationOverError(RuntimeError):
@@ -152,180 +140,103 @@ class ExchangeStore(torch._C._distributed_c10d.Store):
         return False
 
 
-class Connection:
-    """A connected gloo backend: the `Link` of gloo.
+@dataclass(frozen=True)
+class GroupMember:
+    """A member's place in a group, in one generation.
 
-    native   torch's process group over it, which picks the operation by a tensor's device
-
-    Constructing it blocks until every member has connected, at most CONNECT_LIMIT; raises GenerationOverError if the
-    generation ends first.
+    exchange   by which the members find each other
+    key        of the group, the same in all members
+    name       of the group, as torch knows it
+    rank       of this process in the group, which has `size` members
+    ranks      global ranks of the members
+    op_limit   the time limit that the script has asked for
+    options    of the backend, as the script has given them (`pg_options`); None: torch's own
+    device     that a barrier uses, of the script's `device_id` or its parameters; None: unknown
+    is_given   it is the script's `device_id`
+    connects_now   make a communicator on this device at once, if all members do: otherwise within the first collective
     """
 
-    is_late = False
-    is_used = True
-    why_not = ""
-    is_aborted = needs_stop = False
-    _making = threading.Lock()
+    exchange: Exchange
+    generation: int
+    key: str
+    name: str
+    rank: int
+    size: int
+    ranks: Sequence[int]
+    op_limit: timedelta
+    options: Any = None
+    device: Any = None
+    is_given: bool = False
+    connects_now: bool = False
 
-    def __init__(
-        self, exchange: Exchange, generation: int, name: str, rank: int, size: int, op_limit: timedelta
-    ) -> None:
-        prefix = f"group {name}/"
-        opened_before = _native_fds()
-        with Connection._making:
-            before = _listening_ports()
-            device = dist.ProcessGroupGloo.create_device(hostname=exchange.address)
-            ports = _listening_ports() - before
-        exchange.put(generation, f"{prefix}port {rank}", ",".join(map(str, ports)).encode())
-        self._ports = set(ports)
-        self._inodes: set[int] = set()
-        self._listeners = dict.fromkeys(ports, rank)
-        # Wait for all members here, before entering C++ code that cannot be interrupted.
-        for peer in range(size):
-            listed = exchange.get(generation, f"{prefix}port {peer}", CONNECT_LIMIT.total_seconds())
-            theirs = {int(port) for port in listed.split(b",") if port}
-            self._ports |= theirs
-            self._listeners |= dict.fromkeys(theirs, peer)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [device]
-        options._timeout = timedelta(seconds=20)
-        self.backend: Any = dist.ProcessGroupGloo(ExchangeStore(exchange, generation, prefix), rank, size, options)
-        self.backend._set_default_timeout(op_limit)
-        self.native: Any = ProcessGroup(rank, size)  # type: ignore[call-arg]
-        self.native._set_default_backend(ProcessGroup.BackendType.GLOO)
-        self.native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self.backend)
-        self._spare_memory = reduce_scatter.SpareMemory()
-        self._p2p_channels = p2p_channels.P2pChannels(op_limit)
-        self._rank, self._size = rank, size
-        self.generation = generation
-        # A broken socket has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
-        self._inodes = {os.fstat(sock.fileno()).st_ino for sock in self.sockets()}
-        for fd in _native_fds() - opened_before:  # the script's child processes must not hold them open
-            with contextlib.suppress(OSError):
-                os.set_inheritable(fd, False)
 
-    def serve(self, device_type: str) -> None:
-        """Carry tensors on another device, too."""
-        self.native._register_backend(torch.device(device_type), ProcessGroup.BackendType.GLOO, self.backend)
+class Link(Protocol):
+    """A group's connection in one generation.
 
-    def issue(self, op: str, args: tuple[Any, ...]) -> Any:
-        """Issue an operation; returns its work."""
-        if reduce_scatter.is_for(op, args):
-            return reduce_scatter.ReduceScatter(self.native, self._rank, self._size, args, self._spare_memory)
-        if op in p2p_channels.OPERATIONS:
-            return self._p2p_channels.issue(self.native, op, args)
-        return getattr(self.native, op)(*args)
+    backend   torch's backend, or a process group in Python
+    is_late   see `Transport`
+    why_not   why its operations cannot be repaired; "" if they can
+    is_aborted    its operations have failed, whatever the backend says
+    needs_stop    the backend's abort ends no running operation: only a stop of the device does
+    is_used   an operation was issued that made the members connect, or they connect from the start
+    """
 
-    issue_plainly = issue
-
-    def abort(self) -> None:
-        """Shut down every socket of this backend; pending and later operations fail at once."""
-        for sock in self.sockets():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Destroy the backend with its threads; blocks until its operations have ended.
-
-        Messages that are still under way after _MESSAGES_LIMIT_S are cut off.
-        """
-        self._p2p_channels.end()
-        if not self._p2p_channels.join(_MESSAGES_LIMIT_S):
-            self.abort()
-            self._p2p_channels.join(_MESSAGES_LIMIT_S)
-        self.backend = self.native = None
-
-    def __del__(self) -> None:
-        """If the last reference is dropped on one of gloo's threads, destroy the backend on a Python thread.
-
-        gloo's callbacks hold a reference to the group, which the script may have destroyed meanwhile. The backend's
-        destructor joins its threads: on one of them that aborts the process.
-        """
-        if (channels := self.__dict__.get("_p2p_channels")) is not None:
-            channels.end()
-        if not isinstance(threading.current_thread(), threading._DummyThread):
-            return
-        references = [self.__dict__.pop(name, None) for name in ("backend", "native")]  # which the other thread drops
-        try:
-            threading.Thread(target=references.clear, name="ttprun-closing", daemon=True).start()
-        except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
-            _keep_for_ever(references)
+    generation: int
+    backend: Any
+    is_late: bool
+    why_not: str
+    is_aborted: bool
+    needs_stop: bool
 
     def is_busy(self) -> bool:
-        """Not asked: its abort ends all operations."""
-        return False
+        """Whether an operation is still running."""
 
-    def is_ready(self, args: tuple[Any, ...]) -> bool:
-        """All members are connected from the start."""
-        return True
+    @property
+    def is_used(self) -> bool: ...
 
-    def make_ready(self, args: tuple[Any, ...]) -> None:
-        """Nothing is left to do."""
+    def issue(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation; returns its work. Raises the backend's error.
 
-    def drop(self) -> None:
-        """Whoever holds the last reference destroys it."""
+        The work is completed when its outputs are there or it has failed, never before. `wait(limit)` blocks until
+        then, and raises the operation's error, or RuntimeError after `limit`; `is_completed` and `is_success` do not
+        block. `get_future` completes when the work does.
+        """
+
+    def issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation as torch does; returns what the backend returns."""
+
+    def abort(self) -> None:
+        """Pending and later operations fail at once."""
+
+    def close(self) -> None:
+        """Drop the backend; may block until its operations have ended."""
 
     def abandon(self) -> None:
-        """Leak the backend: its destructor would wait for an operation that does not end.
+        """Leak the backend, as an operation on it does not end."""
 
-        That happens now and then (gloo, torch 2.13) if the connection is cut while messages are in flight. As all
-        sockets are closed, the operation touches no tensor any more; it ends with its time-out.
-        """
-        _keep_for_ever(self.backend)
+    def drop(self) -> None:
+        """Forget the backend, whose operations have all ended; does not block."""
 
-    def sockets(self) -> Iterator[socket.socket]:
-        """Duplicates of this backend's connected sockets; each is closed when the next one is yielded."""
-        for fd in _socket_fds():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.family not in (socket.AF_INET, socket.AF_INET6) or _is_listening(sock):
-                    continue
-                is_known = os.fstat(sock.fileno()).st_ino in self._inodes
-                if is_known or sock.getsockname()[1] in self._ports or sock.getpeername()[1] in self._ports:
-                    yield sock
+    def is_ready(self, args: tuple[Any, ...]) -> bool:
+        """Whether a collective with these arguments can be issued without waiting for the other members."""
 
-    def listener_of(self, port: int) -> int | None:
-        """The rank in the group of the member that listens on a port; None if none does."""
-        return self._listeners.get(port)
+    def make_ready(self, args: tuple[Any, ...]) -> None:
+        """Wait until it can. Raises GenerationOverError or TimeoutError."""
 
 
-def listen(address: str) -> socket.socket:
-    """A listener of our own, which is not taken for one of gloo's that is being made on another thread."""
-    with Connection._making:
-        return socket.create_server((address, 0), backlog=2)
+@dataclass(frozen=True)
+class Transport:
+    """One backend.
 
+    device_types  of the tensors whose operations are repaired
+    make          connect in a generation, first or again: blocks until all members have, at most CONNECT_LIMIT; raises
+                  GenerationOverError if the generation ends first, TimeoutError, RuntimeError
+    is_late       the backend's own `wait` returns before an operation has completed on its device
+    gives_works   whether the backend returns a work for a synchronous operation; else None
+    """
 
-def _keep_for_ever(value: Any) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-
-
-def _socket_fds() -> list[int]:
-    fds = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                fds.append(int(name))
-    return fds
-
-
-def _native_fds() -> set[int]:
-    """Descriptors of the kinds that gloo opens (without close-on-exec, torch 2.13)."""
-    fds = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:", "anon_inode:[eventpoll]")):
-                fds.add(int(name))
-    return fds
-
-
-def _is_listening(sock: socket.socket) -> bool:
-    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _listening_ports() -> set[int]:
-    ports = set()
-    for fd in _socket_fds():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and _is_listening(sock):
-                ports.add(sock.getsockname()[1])
-    return ports
+    name: str
+    device_types: frozenset[str]
+    make: Callable[[GroupMember], Link]
+    is_late: bool = False
+    gives_works: Callable[[], bool] = lambda: True

@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.groups import on_device, stopping
-from ttprun.groups.host import Group, Member
+from ttprun.groups import device_stop
 from ttprun.groups.journal import Journal, has_ended
 from ttprun.groups.links import cut_all
 from ttprun.groups.operations import SAME_FOR_ALL
 from ttprun.groups.process_group import ManagedGroup, living
 from ttprun.groups.reissue import issue_again as issue_entry_again
-from ttprun.introspect import moments
+from ttprun.introspect import fault_points
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.from_rank import CARRIED, GroupJournal
 
 LOOK_AGAIN_S = 0.05
@@ -35,7 +35,7 @@ LOCK_LIMIT_S = 1.0  # in which an operation is issued
 STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
 
 
-def freeze(member: Member) -> None:
+def freeze(member: Rank) -> None:
     """From now on no operation is issued but by the recovery.
 
     Raises DeviceFailedError if the main thread is stuck while it issues one: it holds the journal's lock then, and may
@@ -44,14 +44,14 @@ def freeze(member: Member) -> None:
     journal = member[Journal]
     if not journal.lock.acquire(timeout=LOCK_LIMIT_S):
         cut_all(group.links for group in list(living))
-        if not journal.lock.acquire(timeout=on_device.SETTLE_LIMIT_S):
+        if not journal.lock.acquire(timeout=device_stop.SETTLE_LIMIT_S):
             raise DeviceFailedError("the main thread is stuck in a call of the device, which the abort has not ended")
     journal.is_frozen = True
     journal.changed.notify_all()
     journal.lock.release()
 
 
-def break_connections(member: Member, check_overtaken: Callable[[], None] = lambda: None) -> None:
+def break_connections(member: Rank, check_overtaken: Callable[[], None] = lambda: None) -> None:
     """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
 
     check_overtaken   called while this waits for the script; its exception ends the wait
@@ -64,10 +64,10 @@ def break_connections(member: Member, check_overtaken: Callable[[], None] = lamb
     end_s = time.monotonic() + LET_FINISH_S
     for _, inner in works:
         has_ended(inner, end_s - time.monotonic())
-    stopping.end_stuck_tasks(member, [link for group in groups for link in group.links.all], check_overtaken)
+    device_stop.end_stuck_tasks(member, [link for group in groups for link in group.links.all], check_overtaken)
     cut_all(group.links for group in groups)
-    member.training.cut()
-    on_device.settle()
+    member.observers.cut()
+    device_stop.settle()
     end_s = time.monotonic() + STUCK_AFTER_S
     for entry, inner in works:
         if not has_ended(inner, end_s - time.monotonic()):
@@ -82,7 +82,7 @@ def break_connections(member: Member, check_overtaken: Callable[[], None] = lamb
         group.links.forget()
 
 
-def all_groups(member: Member) -> list[ManagedGroup]:
+def all_groups(member: Rank) -> list[ManagedGroup]:
     """All groups that exist, or did at the newest boundary, or that the journal needs, in the order of their making."""
     with member[Journal].lock:
         groups = {entry.group for entry in member[Journal].entries}
@@ -90,7 +90,7 @@ def all_groups(member: Member) -> list[ManagedGroup]:
     return sorted((group for group in groups if isinstance(group, ManagedGroup)), key=lambda group: group.number)
 
 
-def known(member: Member) -> dict[str, GroupJournal]:
+def known(member: Rank) -> dict[str, GroupJournal]:
     """By group and sequence: ranks, operations since the boundary, and what of them need not be issued again."""
     journals: dict[str, GroupJournal] = {}
     with member[Journal].lock:
@@ -109,7 +109,7 @@ def known(member: Member) -> dict[str, GroupJournal]:
     return journals
 
 
-def issue_again(member: Member, connected: Callable[[], None]) -> None:
+def issue_again(member: Rank, connected: Callable[[], None]) -> None:
     """Connect in the member's generation, issue its frozen journal again, and thaw it.
 
     connected   called when all groups are connected, before the thaw
@@ -141,14 +141,14 @@ def issue_again(member: Member, connected: Callable[[], None]) -> None:
             _connect_up_to(member, entry.group)
         inner = issue_entry_again(member, entry)
         again.append((entry, inner))
-        moments.reached("reissue")
+        fault_points.reached("reissue")
         if not entry.is_done:
             journal.attach(entry, inner)
             if entry.future is not None:
                 entry.group.bridge(entry, inner)
 
 
-def _connect_up_to(member: Member, newest: Group | None) -> None:
+def _connect_up_to(member: Rank, newest: ManagedGroup | None) -> None:
     """Connect the groups made before this one, and this one; None: all.
 
     Not before the journal needs them: a replacement that runs from the top makes a group only after it has issued the
@@ -159,7 +159,7 @@ def _connect_up_to(member: Member, newest: Group | None) -> None:
             group.links.connect_in(member.generation)
 
 
-def complete(member: Member, check_overtaken: Callable[[], None]) -> None:
+def complete(member: Rank, check_overtaken: Callable[[], None]) -> None:
     """Wait until all that was issued again has completed. Raises the backend's error, or that of `check_overtaken`."""
     for entry, inner in member[Journal].issued_again:
         if entry.is_carried:  # a thread that no replay starts once more would be waited for without end

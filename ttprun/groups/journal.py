@@ -1,7 +1,7 @@
 """The journal: the collectives and messages of the current step, with their inputs.
 
 When a rank is lost, the collectives since the newest boundary are issued again with its replacement. gloo reduces in
-place, so inputs are copied before an operation is issued, unless they can be computed again (buckets.py); the copies go
+place, so inputs are copied before an operation is issued, unless they can be computed again (inputs.py); the copies go
 into buffers that are reused from step to step. A commit (every rank has recorded the boundary) empties the journal.
 """
 
@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
-from ttprun.groups import async_saves
-from ttprun.groups.entry import NOTHING, Entry, Input
-from ttprun.groups.operations import OF_ALL_MEMBERS
+from ttprun.groups.operations import NOTHING, OF_ALL_MEMBERS, Entry, Input
 from ttprun.introspect import fail_open
+from ttprun.introspect.current_rank import waits_for_recovery
 from ttprun.introspect.tensor_bytes import size_of
 from ttprun.protocol.patience import Patience
 
@@ -324,7 +323,7 @@ class Journal:
         while not entry.is_done:
             self.admit()
             if entry.save is not None:
-                async_saves.raise_if_given_up(entry.save)
+                entry.save.raise_if_given_up()
             inner = entry.inner
             if inner is None or inner is failed:
                 with self.changed:
@@ -359,13 +358,15 @@ class Journal:
             self.drop(entry)
             return True
 
+    @waits_for_recovery
     def _wait_for_recovery(self, entry: Entry, failed: Any) -> None:
         started = time.monotonic()
         patience = Patience(PATIENCE_S, self.is_agent_awake)
         is_reported = False
         while entry.inner is None or entry.inner is failed:
             self.admit()
-            async_saves.raise_if_given_up(entry.save)
+            if entry.save is not None:
+                entry.save.raise_if_given_up()
             if self.is_ended:
                 raise EndedError
             if self.is_frozen:

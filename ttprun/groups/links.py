@@ -1,7 +1,9 @@
 """A process group's connections: by type of device, in one generation after another.
 
-A recovery cuts the links of all groups, drops them, and makes those of the new generation. What the group's operations
-are, and what is noted of them, is `process_group.py`'s. Begin with `Links.connect`.
+How they are made, by the name of the backend: TRANSPORTS. A recovery cuts the links of all groups, drops them, and
+makes those of the new generation, whose keys are that generation's. What the transports differ in ends there: the works
+that `Link.issue` returns mean the same for all. What the group's operations are, and what is noted of them, is
+`process_group.py`'s. Begin with `Links.connect`.
 """
 
 from __future__ import annotations
@@ -15,13 +17,24 @@ from typing import Any
 
 from ttprun.device.device_errors import in_one_line
 from ttprun.device.interface import DeviceFailedError
-from ttprun.groups.connection import CONNECT_LIMIT, Connection, GenerationOverError
-from ttprun.groups.host import Member
+from ttprun.groups.connection import CONNECT_LIMIT, GenerationOverError, GroupMember, Link, Transport
+from ttprun.groups.device_link import gives_works, make_hccl, make_nccl
+from ttprun.groups.gloo import Connection, make_gloo
 from ttprun.groups.journal import EndedError, Journal
 from ttprun.groups.operations import tensors_in
-from ttprun.groups.transports import TRANSPORTS, GroupMember, Link
-from ttprun.introspect import moments
+from ttprun.introspect import fault_points
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.reason import Reason
+
+TRANSPORTS: dict[str, Transport] = {
+    transport.name: transport
+    for transport in (
+        Transport("gloo", frozenset({"cpu"}), make_gloo),
+        Transport("nccl", frozenset({"cuda"}), make_nccl, is_late=True, gives_works=gives_works),
+        Transport("hccl", frozenset({"npu"}), make_hccl, is_late=True),
+    )
+}
+
 
 ABORT_LIMIT_S = 20.0  # half a second was seen on a GPU
 CLOSE_LIMIT_S = 10.0
@@ -37,7 +50,7 @@ class Links:
     is_late        a backend's works are waited for on a device
     """
 
-    def __init__(self, session: Member, member: GroupMember, backends: Mapping[str, str]) -> None:
+    def __init__(self, session: Rank, member: GroupMember, backends: Mapping[str, str]) -> None:
         self.backends = backends
         self.member = member
         self.is_joined = False
@@ -111,13 +124,13 @@ class Links:
 
     def _connect_anew(self, generation: int) -> None:
         given = self.member.device if self.member.is_given else None
-        device = given or self._session.training.device_in_use()
+        device = given or self._session.observers.device_in_use()
         # A survivor makes the communicators anew that it had. A replacement had none, and follows the others.
         connects_now = given is not None or self._was_used or not self._session.mode.is_live
         member = dataclasses.replace(self.member, generation=generation, device=device, connects_now=connects_now)
         made = {name: TRANSPORTS[name].make(member) for name in dict.fromkeys(self.backends.values())}
-        if moments.listener is not None and isinstance(made.get("gloo"), Connection):
-            moments.listener.connected(member.exchange, made["gloo"], member.name, member.rank)
+        if fault_points.listener is not None and isinstance(made.get("gloo"), Connection):
+            fault_points.listener.connected(member.exchange, made["gloo"], member.name, member.rank)
         with self._session[Journal].lock:
             self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
             self.member = member
@@ -256,7 +269,7 @@ def abort_all(links: Sequence[Link]) -> None:
 
 def _abort_late(link: Link) -> None:
     link.abort()
-    moments.reached("abort")
+    fault_points.reached("abort")
 
 
 def run_together(calls: Sequence[Callable[[], None]], limit_s: float) -> tuple[list[Exception], int]:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ttprun.groups.entry import Entry
-from ttprun.groups.host import Group, Member
 from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
+from ttprun.groups.operations import Entry
 from ttprun.groups.work import ManagedWork
-from ttprun.introspect import moments
+from ttprun.introspect import fault_points
+from ttprun.introspect.current_rank import INPUT, Rank
 from ttprun.introspect.frames import calls_key
 from ttprun.introspect.tensor_bytes import sampled
 from ttprun.protocol.board import OPERATION_NAMES
@@ -40,7 +40,7 @@ class Message(Entry):
     signature = ""
     members: Sequence[int] = ()
 
-    def __init__(self, group: Group, op: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, group: Any, op: str, args: tuple[Any, ...]) -> None:
         (tensor,), peer, tag = args
         super().__init__(group, op, args, [tensor] if op == "recv" else [])
         ends = (group.rank(), peer) if op == "send" else (peer, group.rank())
@@ -80,7 +80,7 @@ class Message(Entry):
         return (scratch, *self.args[1:])
 
 
-def issue(session: Member, group: Group, op: str, args: tuple[Any, ...]) -> Any:
+def issue(session: Rank, group: Any, op: str, args: tuple[Any, ...]) -> Any:
     """Write a send or a receive to the journal, and issue it; returns its work.
 
     op     "send", "recv" or "recv_anysource"
@@ -92,7 +92,7 @@ def issue(session: Member, group: Group, op: str, args: tuple[Any, ...]) -> Any:
     tensor = args[0][0]
     if op == "recv_anysource" or not tensor.is_cpu:
         return _pass_on(session, group, op, args, tensor)
-    is_skipped = moments.reached_collective(op, args[0] if op == "send" else ())
+    is_skipped = fault_points.reached_collective(op, args[0] if op == "send" else ())
     if not is_skipped:
         session.meet(_NUMBERS[op], _MISSED_BY_NONE)
     message = Message(group, op, args)
@@ -111,14 +111,14 @@ def issue(session: Member, group: Group, op: str, args: tuple[Any, ...]) -> Any:
     if session.expected is not None:
         session.expected.check(message)
     # What is equal to rounding alone is not sent again to whoever has received it.
-    if op == "send" and not session.training.note_input(message.sequence, [tensor], op):
+    if op == "send" and not session.observers.note(INPUT, message.sequence, [tensor], op):
         _compare_with_received(session, message, tensor)
     group.enter(message, [tensor] if op == "send" else [])
-    moments.reached("collective")
+    fault_points.reached("collective")
     return ManagedWork(journal, message)
 
 
-def _pass_on(session: Member, group: Group, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:
+def _pass_on(session: Rank, group: Any, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:
     """Leave to the backend what is not repaired."""
     if session.framework is None:
         what = f"{op} of tensors on {tensor.device.type}"
@@ -130,7 +130,7 @@ def _pass_on(session: Member, group: Group, op: str, args: tuple[Any, ...], tens
     return group.links.issue_plainly(op, args)
 
 
-def _compare_with_received(session: Member, message: Message, tensor: torch.Tensor) -> None:
+def _compare_with_received(session: Rank, message: Message, tensor: torch.Tensor) -> None:
     """A replacement repeats what the lost rank has sent: compare it with what has come of that."""
     digests = session[Journal].received.get(message.sequence, ())
     if message.number >= len(digests) or digests[message.number] == message.digest_of(tensor):
@@ -139,4 +139,4 @@ def _compare_with_received(session: Member, message: Message, tensor: torch.Tens
         f"the replacement sends something else to rank {message.members[1]} than what this has received from the lost "
         f"rank (number {message.number + 1} of the step)"
     )
-    session.training.sends_otherwise(tensor, difference)
+    session.observers.sends_otherwise(tensor, difference)

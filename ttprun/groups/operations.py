@@ -1,16 +1,22 @@
-"""The operations of a process group: which arguments are inputs and outputs, and what must agree between ranks.
+"""The operations of a process group, and one of them in the journal: `Entry`.
 
-torch has two names for some: 2.13 calls `all_gather_single` and the like, older releases `_allgather_base`; 2.15 has
-added `gather_single`. OPERATIONS holds all.
+What is said of each kind: which arguments are inputs and outputs, and what must agree between ranks. torch has two
+names for some: 2.13 calls `all_gather_single` and the like, older releases `_allgather_base`; 2.15 has added
+`gather_single`. OPERATIONS holds all.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ttprun.introspect.tensor_bytes import elements_of
 
 # operation: (argument that holds the inputs, argument that holds the outputs)
 OPERATIONS = {
@@ -132,3 +138,215 @@ def _fields_of(kind: Any) -> tuple[bool, bool]:
 @functools.cache
 def _described(op: str, reduce_op: Any, root: int | None) -> str:
     return f"{op} {'' if reduce_op is None else reduce_op} {'' if root is None else root}"
+
+
+def nans_in(tensor: torch.Tensor) -> int:
+    """The number of elements that are NaN."""
+    tensor = elements_of(tensor)
+    # The sum over infinities of both signs is NaN too, hence the count.
+    if tensor.is_floating_point() and math.isnan(tensor.sum().item()):
+        return int(tensor.isnan().sum())
+    return 0
+
+
+Tensor = torch.Tensor
+
+
+class Input:
+    """What this rank has given to an operation, in case it is issued again: here copies, or the tensors themselves.
+
+    Without either it is made again, of the gradients in a bucket (inputs.py) or of shards (inputs.py).
+
+    tensors       as many as the operation's own
+    is_borrowed   they are the operation's own, to which nobody writes until they are freed
+    """
+
+    tensors: Sequence[Tensor] = ()
+    is_borrowed = False
+
+    def __init__(self, tensors: Sequence[Tensor], is_borrowed: bool = False) -> None:
+        self.tensors = tensors
+        self.is_borrowed = is_borrowed
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the result is still there, in the place of the input, once the operation has completed."""
+        return False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing is reduced after it in the backward pass: it can be looked through at once."""
+        return True
+
+    def put_back(self, own: Sequence[Tensor]) -> None:
+        """The operation's own tensors become what they were. Raises NotRepairableError if that is lost."""
+        for tensor, copy in zip(own, self.tensors, strict=bool(self.tensors)):
+            tensor.copy_(copy)
+
+    def made_again(self) -> Sequence[Tensor]:
+        """What was given; raises NotRepairableError if that is lost."""
+        return self.tensors
+
+    def count_nans(self) -> str:
+        """ "3 of 8 elements" if it has NaN, else ""."""
+        counts = ((nans_in(tensor), tensor.numel()) for tensor in self.made_again())
+        return next((f"{count} of {of} elements" for count, of in counts if count), "")
+
+
+NOTHING = Input(())
+
+
+class _Over:
+    """The work of an operation that has completed, without its tensors."""
+
+    def wait(self, *_: timedelta) -> bool:
+        """It is over."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is over."""
+        return True
+
+
+_OVER = _Over()
+
+
+class Entry:
+    """One collective of one group; `messages.py` has a kind of its own.
+
+    op, args    the backend's method and its arguments (the user's tensors)
+    outputs     the tensors that the operation writes
+    input       what this rank has given, in case it is issued again
+    inner       the backend's work in the current generation; None while the rank is frozen
+    error       without its traceback, whose frames would keep a dead backend until a garbage collection
+    failed      the work whose future has failed with `error`
+    future      what the script or DDP waits for, None if nothing does
+    promise     completes `future` with the outputs or an exception
+    place       where in the script it was called, if its result is small enough to be kept
+    stream      of the device on which it was called then, if its result is there
+    size_bytes  of the inputs and outputs that it keeps alive
+    result      its outputs, if they are small and the same in all members, once it has completed; on a device, copies
+    given       what another rank is sending in place of the operation: bytes of all outputs
+    nan         "3 of 8 elements" if an input has NaN, else ""
+    is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
+    is_settled  all members have completed it: its inputs are dropped, and it is not issued again
+    at          place in the order in which this rank has issued its collectives
+    is_apart    another thread's own (thread_collectives.py)
+    begun       newest boundary when that thread was started
+    is_carried  another thread's own, of a step before the newest boundary
+    save        of a checkpoint, to which it belongs; None: to none
+    number      since the boundary: in its sequence: of messages, or of borrowed entries
+    digest      of what was received with a message
+    sends_copy  it is issued again with the copies alone: `send_copy`
+    ready       event of the device after which its inputs are there, if another thread issues it
+    """
+
+    # Class attributes, as most entries never change these.
+    input = NOTHING
+    sends_copy = False
+    inner: Any = None
+    future: torch.futures.Future[Any] | None = None
+    promise: Any = None
+    size_bytes = 0
+    is_done = False
+    error: BaseException | None = None
+    failed: Any = None
+    place = ""
+    stream: Any = None
+    result: Sequence[bytes | Tensor] | None = None
+    given: Tensor | None = None
+    nan = ""
+    is_passing = False
+    is_settled = False
+    is_apart = False
+    begun = 0
+    is_carried = False
+    save: Any = None
+    at = 0
+    number = 0
+    digest = ""
+    ready: Any = None
+
+    def __init__(self, group: Any, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        self.group = group
+        self.op = op
+        self.args = args
+        self.outputs = outputs
+
+    def make_future(self) -> torch.futures.Future[Any]:
+        """The future of the outputs.
+
+        Not the promise itself: torch's Python futures keep an exception as a value, which crashes DDP's C++ code.
+        """
+        self.promise = torch._C.Future([])  # torch.futures.Future without type annotations
+        self.future = self.promise.then(_value_or_raise)
+        return self.future
+
+    def settle(self, result: list[Tensor] | BaseException | None) -> None:
+        """Complete the future, if there is one: with the outputs, or with an error."""
+        if self.promise is not None and not self.promise.done():
+            self.promise.set_result(result)
+
+    @property
+    def signature(self) -> str:
+        """What must agree between ranks."""
+        return signature_of(self.op, self.args)
+
+    @property
+    def sequence(self) -> str:
+        """Name of the sequence of operations that must agree between ranks: the group's own."""
+        name: str = self.group.group_name
+        return name
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks between which they must agree."""
+        ranks: Sequence[int] = self.group.ranks
+        return ranks
+
+    @property
+    def own_inputs(self) -> list[Tensor]:
+        """The tensors that the operation reads."""
+        at, _ = OPERATIONS[self.op]
+        return [] if at is None else tensors_in(self.args[at])
+
+    def send_copy(self) -> None:
+        """It has been issued, and its inputs are copied: from now on, send these."""
+
+    def note_result(self) -> None:
+        """It has completed; the script does not know yet."""
+
+    def release(self) -> None:
+        """The script knows that it has completed."""
+        if self.is_passing and self.input is not NOTHING:
+            self._drop_tensors()
+
+    def settle_for_all(self) -> None:
+        """All members have completed it."""
+        self.is_settled = True
+        self.input = Input((), self.input.is_borrowed)
+
+    def _drop_tensors(self) -> None:
+        """Keep the form of its tensors alone, and the copies of its inputs."""
+        output, given, *options = self.args
+        form = _form(1, given.shape, given.stride(), given.dtype)
+        self.args = (_form(0, output.shape, output.stride(), output.dtype), form, *options)
+        self.inner = _OVER
+        if self.op not in REDUCING:  # whose small results are looked through for NaN
+            self.outputs = []
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(at: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor without elements; the same for the operations of each step, another one for each tensor of one.
+
+    at   which of the operation's tensors has this form
+    """
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _value_or_raise(promise: Any) -> Any:
+    result = promise.value()
+    if isinstance(result, BaseException):
+        raise result
+    return result

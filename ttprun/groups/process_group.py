@@ -23,30 +23,29 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from ttprun.device import accelerator
-from ttprun.groups import apart, methods
-from ttprun.groups.buckets import Buckets
-from ttprun.groups.connection import Exchange
-from ttprun.groups.entry import Entry, Input
-from ttprun.groups.gathers import Gathers
-from ttprun.groups.host import Member
+from ttprun.groups import thread_collectives, torch_calls
+from ttprun.groups.connection import Exchange, GroupMember
+from ttprun.groups.inputs import Buckets, Gathers
 from ttprun.groups.journal import SMALL_RESULT_BYTES, EndedError, Journal
-from ttprun.groups.links import Links
+from ttprun.groups.links import TRANSPORTS, Links
 from ttprun.groups.operations import (
     EXCHANGING,
     GATHERING,
     OPERATIONS,
     POINT_TO_POINT,
     REDUCING,
+    Entry,
+    Input,
     tensors_in,
     with_options,
 )
 from ttprun.groups.reissue import call_or_take, unpack_given
 from ttprun.groups.results import Results, place_of
-from ttprun.groups.seen_by_torch import SeenByTorch
-from ttprun.groups.transports import TRANSPORTS, GroupMember
+from ttprun.groups.torch_calls import SeenByTorch
 from ttprun.groups.work import ManagedWork, Refused
-from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
+from ttprun.introspect import distributed_tensors, fail_open, fault_points, signal_handlers
 from ttprun.introspect.costs import COLLECTIVES
+from ttprun.introspect.current_rank import INPUT, Rank, waits_for_recovery
 from ttprun.introspect.frames import location_key
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Phase
@@ -78,7 +77,7 @@ class ManagedGroup(SeenByTorch):
 
     def __init__(
         self,
-        session: Member,
+        session: Rank,
         exchange: Exchange,
         name: str,
         ranks: list[int],
@@ -104,7 +103,7 @@ class ManagedGroup(SeenByTorch):
         self.gathers = Gathers()
         self._batch_on: Any = None  # the link on which operations are being started together
         self._description, self._exchanges = "", False
-        self._own = apart.Own()
+        self._own = thread_collectives.Own()
         self.messages: set[tuple[int, int]] = set()
         self._rank, self._size = rank, size
         is_given = device is not None
@@ -230,7 +229,7 @@ class ManagedGroup(SeenByTorch):
         given = () if inputs_at is None else args[inputs_at]
         entry = Entry(self, op, args, outputs)
         is_apart = not self._own.is_of_main and self._own.look(entry)
-        is_skipped = moments.listener is not None and not is_apart and moments.reached_collective(op, given)
+        is_skipped = fault_points.listener is not None and not is_apart and fault_points.reached_collective(op, given)
         if not (is_skipped or is_apart):
             session.meet(OPERATION_NUMBERS[op], self._size)
         if session.unprotected and not is_skipped and session.mode.is_live and self._is_late(args):
@@ -249,7 +248,7 @@ class ManagedGroup(SeenByTorch):
             if outputs and not outputs[0].is_cpu:
                 entry.stream = accelerator.current_stream()
         if is_skipped or session.mode.is_alone or is_apart:
-            is_answered = apart.is_answered(session, entry) if is_apart else session.mode.answer(entry)
+            is_answered = thread_collectives.is_answered(session, entry) if is_apart else session.mode.answer(entry)
             entry.is_done = is_answered
         if entry.is_done:
             return ManagedWork(journal, entry)
@@ -275,7 +274,7 @@ class ManagedGroup(SeenByTorch):
         if inputs and not (unusual or is_apart):
             name = f"{self._name} {with_options(op, args)}"
             is_weights = entry.is_passing and op not in REDUCING
-            session.training.note_input(name, inputs, op, is_one_of_many=True, is_weights=is_weights)
+            session.observers.note(INPUT, name, inputs, op, is_one_of_many=True, is_weights=is_weights)
             if is_lent and is_kept and op in REDUCING:
                 entry.input = Input([tensor.detach() for tensor in inputs], is_borrowed=True)
             elif is_lent and is_kept and caller is not None:
@@ -283,14 +282,15 @@ class ManagedGroup(SeenByTorch):
         if is_apart and entry.place and not unusual:
             session.parts[Results].note_issued(entry, inputs)
         is_kept = self.enter(entry, inputs)
-        if is_kept and session.training.has_a_look():
+        if is_kept and session.options.nan_limit_s is not None:
             self.buckets.look_for_nan(entry)
-        if moments.listener is not None and not is_apart:
-            moments.reached("collective")
+        if fault_points.listener is not None and not is_apart:
+            fault_points.reached("collective")
         if since:
             costs.add(COLLECTIVES, since)
         return ManagedWork(journal, entry)
 
+    @waits_for_recovery
     def enter(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Write an operation to the journal, if it can be repaired, and issue it; returns whether it is kept.
 
@@ -410,7 +410,8 @@ class ManagedGroup(SeenByTorch):
 
     def complete(self, entry: Entry, inner: Any) -> None:
         """The operation has completed; ignored if `inner` is not its newest work."""
-        journal = self.session.parts[Journal]
+        session = self.session
+        journal = session.parts[Journal]
         with journal.lock:
             if entry.is_done or entry.inner is not inner:
                 return
@@ -418,13 +419,13 @@ class ManagedGroup(SeenByTorch):
                 unpack_given(entry)
             entry.note_result()
             if entry.input.is_borrowed:
-                self.session.training.keep_result(entry)
+                session.observers.keep_result(session, entry.sequence, entry.number, entry.outputs[0])
             entry.is_done = True
             if journal.may_settle:
                 journal.settle_before(entry)
         try:
             if entry.place:
-                self.session[Results].keep(entry)
+                session[Results].keep(entry)
         finally:  # a device may have failed meanwhile: whoever waits must not wait for ever
             if entry.promise is not None:
                 entry.settle(entry.outputs)
@@ -439,12 +440,12 @@ def _are_small(outputs: list[torch.Tensor]) -> bool:
     return size_bytes < _LARGE
 
 
-def groups_of(session: Member) -> list[ManagedGroup]:
+def groups_of(session: Rank) -> list[ManagedGroup]:
     """The groups that the script has made and not destroyed, in the order of their making."""
     return [group for group in list(session.made.living.values()) if isinstance(group, ManagedGroup)]
 
 
 for _name in OPERATIONS:
-    setattr(ManagedGroup, _name, methods.operation(_name))
+    setattr(ManagedGroup, _name, torch_calls.operation(_name))
 for _name in POINT_TO_POINT:
-    setattr(ManagedGroup, _name, methods.point_to_point(_name))
+    setattr(ManagedGroup, _name, torch_calls.point_to_point(_name))

@@ -8,19 +8,18 @@ import torch
 import torch.distributed as dist
 
 from ttprun.device import accelerator
-from ttprun.groups.entry import Entry
-from ttprun.groups.host import Member
 from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.groups.messages import Message
-from ttprun.groups.operations import tensors_in, with_tensors_replaced
+from ttprun.groups.operations import Entry, tensors_in, with_tensors_replaced
 from ttprun.groups.work import Delivered
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.protocol.reason import Reason
 
 
 @torch.no_grad()  # on the recovery thread, as the script does in its own: outputs may be parameters
-def issue_again(session: Member, entry: Entry) -> Any:
+def issue_again(session: Rank, entry: Entry) -> Any:
     """Issue a journal entry in the current generation; returns the backend's work.
 
     A pending entry gets its inputs back and works on the script's own tensors. A completed one is issued for the other
@@ -54,7 +53,7 @@ def issue_again(session: Member, entry: Entry) -> Any:
     return call_or_take(session, entry, with_tensors_replaced(entry.args, scratch))
 
 
-def call_or_take(session: Member, entry: Entry, args: tuple[Any, ...]) -> Any:
+def call_or_take(session: Rank, entry: Entry, args: tuple[Any, ...]) -> Any:
     """Issue an operation with these arguments, or a broadcast from the rank that has its result.
 
     args      the entry's, or the same with scratch tensors
@@ -67,7 +66,7 @@ def call_or_take(session: Member, entry: Entry, args: tuple[Any, ...]) -> Any:
     """
     if session[Journal].is_settled(entry):
         if not entry.is_done:
-            session.training.give_result(entry)
+            session.observers.give_result(session.applied, entry.sequence, entry.number, entry.outputs[0])
         return Delivered()
     if session[Journal].has_arrived(entry):
         return Delivered()

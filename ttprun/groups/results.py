@@ -24,7 +24,7 @@ from ttprun.introspect import host_copies
 from ttprun.introspect.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
-    from ttprun.groups.entry import Entry
+    from ttprun.groups.operations import Entry
 
 # A place called in more steps than this belongs to the step itself, and is kept in the records alone.
 SELDOM = 16

@@ -6,6 +6,7 @@ import dis
 import functools
 import itertools
 import sys
+from collections import deque
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from ttprun.groups.entry import Entry
-from ttprun.groups.host import current
+from ttprun import torch_versions
 from ttprun.groups.journal import EndedError, Journal, has_succeeded
+from ttprun.groups.operations import Entry
 from ttprun.groups.results import Results
 from ttprun.introspect import fail_open, signal_handlers
+from ttprun.introspect.current_rank import current
 from ttprun.introspect.signal_handlers import waiting
 from ttprun.protocol.board import Phase
 
@@ -171,3 +173,26 @@ class Refused:
         failed = promise.then(lambda _: self.wait())
         promise.set_result(None)
         return failed
+
+
+# Keep works alive that C++ may still wait for, before torch 2.9.
+#
+# DDP's reducer and the functional collectives hold our works in C++ alone. In those versions their Python part dies
+# with Python's last reference, and C++ then waits for ever in the base class. So the newest works are held here;
+# completed ones without their tensors, unless Python code holds them too.
+
+LOSES_WORKS = torch_versions.loses_works(torch.__version__)
+_MOST_HELD = 4096
+_under_way: deque[ManagedWork] = deque(maxlen=_MOST_HELD)
+_completed: deque[ManagedWork] = deque(maxlen=_MOST_HELD)
+
+
+def hold(work: Any) -> Any:
+    """Keep a new work alive; returns it."""
+    while _under_way and _under_way[0].is_completed():
+        over = _under_way.popleft()
+        if sys.getrefcount(over) == 2:  # `over` itself, and the argument
+            over.release()
+            _completed.append(over)
+    _under_way.append(work)
+    return work

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from ttprun.introspect import host
+from ttprun.introspect import current_rank
 from ttprun.introspect.signal_handlers import call_through, gate, is_gate, is_of_handler, leave, waiting
 
 _E = TypeVar("_E", bound=BaseException)
@@ -217,7 +217,7 @@ def raise_if_meant(error: BaseException) -> None:
 
 def session_now() -> Any:
     """This process's host; None if it has none."""
-    return host.current()
+    return current_rank.current()
 
 
 def _place_of(error: BaseException) -> str:

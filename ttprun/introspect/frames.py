@@ -1,4 +1,4 @@
-"""The user's part of the call stack: the frames that are recorded (see whose.py), and their places.
+"""The user's part of the call stack: the frames that are recorded (see ownership.py), and their places.
 
 The names of frames are the same in every rank that runs the same script, so places can be compared between processes.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from ttprun.introspect.whose import ANSWERS, is_script_code
+from ttprun.introspect.ownership import ANSWERS, is_script_code
 
 # The variables of a running frame: read, written and deleted without a trace in the frame.
 #

@@ -1,7 +1,7 @@
 """What is to be read of tensors on devices, gathered: the CPU waits for each copy, so there is one at a boundary.
 
 Whoever needs such a value before a step leaves the tensor here, and what to do with it. What is small is put together
-on the device and copied at once, by `take`; evidence of the step (rank/checks/proof.py) waits here for it, too. Nothing
+on the device and copied at once, by `take`; evidence of the step (rank/proof.py) waits here for it, too. Nothing
 is left here of tensors on the CPU, whose values are there. Begin with `later`.
 """
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ttprun.introspect.looks import dictionary_of, is_a
+from ttprun.introspect.safe_reads import dictionary_of, is_a
 
 # The parts and tensors of a module, read without its own methods, which a class may override.
 #

@@ -38,7 +38,7 @@ class Field:
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
     PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
     MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
-    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.process.heartbeat`
+    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.heartbeat`
     SNAPSHOT_ASKED = 22  # leader: number of the requested snapshot; the agent writes it
     SNAPSHOT_NUMBER = 23  # leader: number of the snapshot that is taken at SNAPSHOT_AT
     SNAPSHOT_AT = 24  # leader: the boundary at which all ranks take it
@@ -49,7 +49,7 @@ class Field:
     OPEN_AT = 29  # leader: the newest open boundary (`ttprun.tensors.open_boundaries`), 0: none so far
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
     OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.tensors.own_state`)
-    ALL_NODES_AT = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.inter_node_commit`)
+    ALL_NODES_AT = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.commit_barrier`)
     MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirror_messages`
     MIRROR_1 = 34  # and in the second one
     COPIED = 35  # of which boundary this rank keeps a copy of another's records (`ttprun.rank.step.copies`)

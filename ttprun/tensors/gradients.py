@@ -27,8 +27,7 @@ import torch
 
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.models import shown_to
-from ttprun.introspect.tensor_bytes import elements_of
-from ttprun.introspect.unseen import unseen
+from ttprun.introspect.tensor_bytes import elements_of, unseen
 from ttprun.protocol.reason import Reason
 from ttprun.tensors.optimizer_registry import parameters_of
 from ttprun.tensors.sharded import are_cut_alike

@@ -19,13 +19,13 @@ import xxhash
 
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
 from ttprun.introspect.frames import user_frames, variables_of
-from ttprun.introspect.looks import is_a, items_of, pairs_of, plain_of
 from ttprun.introspect.models import parameters_of, shown_to
+from ttprun.introspect.safe_reads import is_a, items_of, pairs_of, plain_of
 from ttprun.introspect.tensor_bytes import content_of
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
-from ttprun.tensors.checkpoint_shards import modules_in
 from ttprun.tensors.gradients import GRADIENT
+from ttprun.tensors.shares import modules_in
 
 FIRST_LOOKS = 2  # of each optimizer: its state exists from its first step on
 SAMPLE_BYTES = 64

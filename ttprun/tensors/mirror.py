@@ -31,7 +31,7 @@ from ttprun.tensors.own_state import forms_of, held_now
 from ttprun.tensors.post_step_weights import KeptWeights
 
 if TYPE_CHECKING:
-    from ttprun.tensors.host import Host
+    from ttprun.introspect.current_rank import Rank
 
 _CHEAP_S = 0.005  # of processor time: a copy that takes no longer is kept, however short the steps are
 _LOOKED_AT = 8  # newest copies, and steps
@@ -107,7 +107,7 @@ class Mirror:
         self._slots = [Slot(path) for path in paths[:SLOTS]]
         self._parts = [ReducedParts(path, self._check_size) for path in paths[SLOTS:]]
 
-    def begin(self, session: Host, boundary: int) -> None:
+    def begin(self, session: Rank, boundary: int) -> None:
         """The step to this boundary has ended: begin to copy the state. Raises nothing."""
         if self._failure is not None and not self.why_off:
             self._give_up(session, boundary, self._failure)
@@ -125,7 +125,7 @@ class Mirror:
         except Exception as error:  # training continues
             self._give_up(session, boundary, error)
 
-    def complete(self, session: Host, boundary: int, optimizer: torch.optim.Optimizer) -> None:
+    def complete(self, session: Rank, boundary: int, optimizer: torch.optim.Optimizer) -> None:
         """The step to this boundary is about to begin, and is recorded: keep its gradients, too. Raises nothing.
 
         boundary    to which the step leads; the mirror holds the state of the one before
@@ -149,7 +149,7 @@ class Mirror:
         except Exception as error:
             self._give_up(session, boundary, error)
 
-    def keep_result(self, session: Host, sequence: str, number: int, result: torch.Tensor) -> None:
+    def keep_result(self, session: Rank, sequence: str, number: int, result: torch.Tensor) -> None:
         """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing.
 
         sequence   of the journal's entry
@@ -192,7 +192,7 @@ class Mirror:
             self._thread.shutdown(wait=True)
         self._thread = self._copying = self._layout = None
 
-    def _give_up(self, session: Host, boundary: int, error: Exception) -> None:
+    def _give_up(self, session: Rank, boundary: int, error: Exception) -> None:
         """On the main thread, when no operation of the step runs any more: no mirror, and no memory for it."""
         self.why_off = str(error) or repr(error)
         self.end()
@@ -226,7 +226,7 @@ class Mirror:
 
     # The copies.
 
-    def _copy(self, session: Host, boundary: int) -> bool:
+    def _copy(self, session: Rank, boundary: int) -> bool:
         """On the thread: copy the state; returns whether nothing has changed it meanwhile."""
         count = _count()
         try:
@@ -236,7 +236,7 @@ class Mirror:
                 raise
             return False  # the script has added parameters meanwhile: the next copy has them
 
-    def _copied(self, session: Host, boundary: int) -> bool:
+    def _copied(self, session: Rank, boundary: int) -> bool:
         number = slot_of(boundary)
         slot = self._slots[number]
         self._board.set(self._rank, _CELLS[number], NOTHING.pack())

@@ -24,9 +24,9 @@ from ttprun.state.chunks import Chunk
 from ttprun.state.files import write_file
 from ttprun.state.tensor_file import chunks, metadata_of
 from ttprun.tensors import replicated, sharded
-from ttprun.tensors.checkpoint_shards import Differing, version_of
 from ttprun.tensors.memory import Memory
 from ttprun.tensors.replicated import parameter_of
+from ttprun.tensors.shares import Differing, version_of
 
 _ALIGNED = 64  # bytes
 _LENGTH_BYTES = 8  # of the header, at the beginning of a slot

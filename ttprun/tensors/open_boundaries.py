@@ -3,7 +3,7 @@
 A GAN's discriminator learns from `fake.detach()`, and after its step the generator from `fake` itself: at the boundary
 between the two steps, the graph of `fake` is needed, and is in no record. No run can resume there, nor from a snapshot
 or checkpoint of it; after the generator's step it can. So snapshots are postponed to the next boundary
-(`snapshot_shares.py`), and a job that is to end continues up to it (`ttprun.agent.lead.schedules`).
+(`shares.py`), and a job that is to end continues up to it (`ttprun.agent.lead.schedules`).
 
 The same holds between the steps of two optimizers that use the gradients of one backward (`look`), and for a step that
 a hook takes inside a backward pass: the rest of the pass needs what the forward pass has computed with the weights
@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import torch
 
+from ttprun.introspect.current_rank import Rank, waits_for_recovery
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.protocol.reason import Reason
 from ttprun.tensors.gradients import of_optimizer
-from ttprun.tensors.host import Host
 from ttprun.tensors.optimizer_registry import optimizers, parameters_of
 
 MOST_PUT_OFF = 8  # boundaries: a script may keep a graph all the time
@@ -63,7 +63,8 @@ def forget() -> None:
     _in_backward.clear()
 
 
-def come_to(session: Host, boundary: int) -> None:
+@waits_for_recovery
+def come_to(session: Rank, boundary: int) -> None:
     """Called by the first rank before it announces an open boundary: note it on the board.
 
     If the agent waits for a boundary that is not open, and the newest one is, this rank stays there: it waits for the
@@ -80,7 +81,7 @@ def come_to(session: Host, boundary: int) -> None:
     session.board.set(LEADER, Field.OPEN_AT, boundary)
 
 
-def _is_to_stand(session: Host) -> bool:
+def _is_to_stand(session: Rank) -> bool:
     is_asked = session.board.get(LEADER, Field.QUIESCE_ASKED) != 0 and not session.unprotected
     return is_asked and 0 < session.applied != session.board.get(LEADER, Field.OPEN_AT)
 

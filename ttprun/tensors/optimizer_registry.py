@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ import xxhash
 
 from ttprun.device import accelerator
 from ttprun.introspect import fail_open, frames, models
+from ttprun.introspect.current_rank import current
 from ttprun.introspect.distributed_tensors import are_any, local_of
-from ttprun.introspect.looks import is_a
+from ttprun.introspect.safe_reads import is_a
 from ttprun.introspect.tensor_bytes import bytes_of, places
-from ttprun.tensors.host import current
 
 # Call our pre-hook of Optimizer.step after the script's own ones, global and the optimizer's.
 #
@@ -96,7 +96,7 @@ def _note_made(what: str, cure: str, optimizer: Callable[[], Any]) -> None:
     """What the script makes in its loop; a job that is not repaired has no use for it."""
     session = current()
     if session is not None and not session.unprotected:
-        session.training.made(what, cure, lambda: optimizer() is not None, fail_open.caller())
+        session.observers.made(what, cure, lambda: optimizer() is not None, fail_open.caller())
 
 
 def wrap_ddp_init(original: Any) -> Any:
@@ -297,6 +297,11 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
 def newest() -> Stepped:
     """What the optimizers updated at the newest boundary; what they update now if there was none."""
     return _stepped or stepped(optimizers())
+
+
+def newest_weights() -> Sequence[torch.Tensor]:
+    """The parameters of all optimizers, at the newest boundary."""
+    return newest().weights
 
 
 def are_sharded() -> bool:

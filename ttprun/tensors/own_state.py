@@ -18,7 +18,7 @@ import msgpack
 import torch
 
 from ttprun.introspect import fail_open
-from ttprun.introspect.looks import is_a
+from ttprun.introspect.safe_reads import is_a
 from ttprun.introspect.tensor_bytes import plain
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
@@ -28,7 +28,7 @@ from ttprun.tensors import replicated
 from ttprun.tensors.memory import Memory, free_bytes
 
 if TYPE_CHECKING:
-    from ttprun.tensors.host import Exporting, Host
+    from ttprun.introspect.current_rank import Rank
 
 CHEAP_S = 0.0005  # up to this, it is done after each step
 SHARE = 0.01  # of the time that it may take otherwise
@@ -61,7 +61,7 @@ class OwnState:
     is_apt    a replay can reach the newest recorded boundary
     """
 
-    def __init__(self, board: Board, local_rank: int, buffers: Sequence[Sequence[str]], recorder: Exporting) -> None:
+    def __init__(self, board: Board, local_rank: int, buffers: Sequence[Sequence[str]], recorder: Any) -> None:
         self._recorder = recorder
         self._board = board
         self._local_rank = local_rank
@@ -76,7 +76,7 @@ class OwnState:
         self._layout: _Layout | None = None
         self._has_reported = False
 
-    def keep(self, host: Host, boundary: int) -> None:
+    def keep(self, host: Rank, boundary: int) -> None:
         """The step to this boundary has ended: keep the state, if it is due. Raises nothing."""
         if self.why_off:
             return

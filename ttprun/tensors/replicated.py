@@ -18,14 +18,14 @@ import xxhash
 
 from ttprun.device import interface
 from ttprun.introspect import distributed_tensors, models
+from ttprun.introspect.current_rank import current
 from ttprun.introspect.fail_open import NotRepairableError
-from ttprun.introspect.looks import is_a
+from ttprun.introspect.safe_reads import is_a
 from ttprun.introspect.tensor_bytes import content_of
 from ttprun.protocol.reason import Reason
 from ttprun.state.chunks import Chunk
 from ttprun.tensors import gradients, optimizer_registry, sharded
 from ttprun.tensors.gradients import GRADIENT
-from ttprun.tensors.host import current
 from ttprun.tensors.post_step_weights import KeptWeights
 
 _PLAIN = (int, float, bool, str, type(None))

@@ -13,10 +13,10 @@ from tests.capture.records import record_of
 from ttprun.capture import values
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot
 from ttprun.capture.values.trees import Comparison
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 
-whose.add_user_directory(user_values.__file__)
-whose._user_directories.append(user_values.__file__)  # the file alone: the tests beside it are not the user's
+ownership.add_user_directory(user_values.__file__)
+ownership._user_directories.append(user_values.__file__)  # the file alone: the tests beside it are not the user's
 
 Scope = dict[str, Any]
 LONG = 100_010  # more items than are recorded one by one

@@ -26,7 +26,7 @@ from tests.rank.processes import run_alone
 from ttprun import frameworks
 from ttprun.capture import values
 from ttprun.capture.values import CannotRestoreError, Restore, changes, modules
-from ttprun.tensors import checkpoint_shards, gradients
+from ttprun.tensors import gradients, shares
 
 
 def trained(steps: int) -> Net:
@@ -83,7 +83,7 @@ def test_a_compiled_part_of_a_module_comes_back_with_its_buffers_and_mode(compil
 def test_a_compiled_part_of_a_module_is_among_the_tensors_of_its_checkpoint() -> None:
     model = Around(1, lambda net: torch.jit.trace(net, torch.ones(2, 3)))
 
-    found = dict(checkpoint_shards.tensors_of(model))
+    found = dict(shares.tensors_of(model))
 
     assert found.keys() == model.state_dict().keys()
 

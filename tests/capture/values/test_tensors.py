@@ -27,7 +27,7 @@ from tests.rank.processes import run_alone
 from ttprun.capture import values
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, UnrecordedTensorError
 from ttprun.introspect.tensor_bytes import places
-from ttprun.rank.bootstrap import patches
+from ttprun.rank.bootstrap import patch_table
 from ttprun.tensors import optimizer_registry
 
 
@@ -244,7 +244,7 @@ def test_a_parameter_that_is_a_part_of_a_flat_buffer_is_known_from_the_others_in
 
 
 def _places_of_parameters(has_stepped: bool) -> list[int]:
-    patches.apply_all(with_replay=False)
+    patch_table.apply_all(with_replay=False)
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     optimizers = [torch.optim.SGD([one], momentum=0.9) for one in parameters]
     for parameter, optimizer in zip(parameters, optimizers, strict=True):

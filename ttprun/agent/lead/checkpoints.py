@@ -27,7 +27,7 @@ from ttprun.recovery.replicas import Replicas
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.files import FileEntry, Fill
 from ttprun.state.store import Draft
-from ttprun.tensors.checkpoint_shards import file_of
+from ttprun.tensors.shares import file_of
 
 NO_RECORD = "there is no record of that step"
 

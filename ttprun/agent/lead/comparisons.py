@@ -27,7 +27,7 @@ from ttprun.observe.run_directory import replace_file
 from ttprun.observe.topology import StateSource
 from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.reason import Reason
-from ttprun.rank.checks.verification import PROOF_STEPS
+from ttprun.rank.verification import PROOF_STEPS
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
 from ttprun.recovery.ways_back import may_rewind
 from ttprun.state.cost_limits import in_words

@@ -2,7 +2,7 @@
 
 By default a replacement runs the script in replay up to the boundary that the survivors hold, and gets their weights
 there (`Replays`); if something was equal to rounding alone, it is planned whose gradients count (`plan`; the ranks'
-part, and why: ttprun/rank/checks/alignment.py). With `--mindio` the ranks answer by callbacks of their framework
+part, and why: ttprun/rank/proof.py). With `--mindio` the ranks answer by callbacks of their framework
 (`frameworks.py`). A node has one of them.
 """
 

@@ -21,7 +21,7 @@ from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.stored_states import SnapshotBuffer
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
-from ttprun.tensors.checkpoint_shards import version_of
+from ttprun.tensors.shares import version_of
 
 logger = logging.getLogger("ttprun")
 

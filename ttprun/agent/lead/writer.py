@@ -32,7 +32,7 @@ from ttprun.recovery.replicas import Replicas
 from ttprun.state.checkpoint import Checkpoint, Description
 from ttprun.state.files import Fill, InvalidCheckpointError
 from ttprun.state.store import CheckpointStore, Draft
-from ttprun.tensors.checkpoint_shards import file_of
+from ttprun.tensors.shares import file_of
 
 logger = logging.getLogger("ttprun")
 _TO_END_S = 1.0  # that the launcher needs behind its last checkpoint

@@ -5,7 +5,7 @@ memory has what the collectives of its step have given to it. How much memory al
 counted on that node; the agent that leads says which of them keep mirrors, and shares it out between them.
 
 With `--buddy node` half of it is for copies: a rank keeps the mirror of the rank before it in the ring of records
-(`ttprun.rank.step.mirror_link`). When that rank's node is lost, this agent serves the copy to the agent of the node
+(`ttprun.rank.step.copies`). When that rank's node is lost, this agent serves the copy to the agent of the node
 that takes its slots. Begin with `Mirrors.share_out`, `Mirrors.keep` and `Mirrors.source_of`.
 """
 

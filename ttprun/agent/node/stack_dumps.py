@@ -1,6 +1,6 @@
 """The Python stack of a rank that hangs or has crashed: from py-spy if it is installed, else the rank writes it itself.
 
-It is asked on the board first, and then by a signal (`ttprun.rank.process.heartbeat` says why).
+It is asked on the board first, and then by a signal (`ttprun.rank.heartbeat` says why).
 A process that has been stopped is let go on for as long as it takes to write, some milliseconds. That is no danger: it
 is about to be killed, and a rank may be killed at any moment.
 """
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttprun.protocol.board import Board, Field
-from ttprun.rank.process.heartbeat import SIGNAL
+from ttprun.rank.heartbeat import SIGNAL
 
 PY_SPY_LIMIT_S = 4.0
 ANSWER_LIMIT_S = 1.0  # of a rank to the signal

@@ -1,6 +1,6 @@
 """The stacks of all ranks of this node: when somebody asks, and when a rank hangs. Nobody is stopped for it.
 
-Each rank writes its own stack (`ttprun.rank.process.heartbeat`).
+Each rank writes its own stack (`ttprun.rank.heartbeat`).
 """
 
 from __future__ import annotations

@@ -22,13 +22,13 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ttprun.capture import values
 from ttprun.capture.host import Host
-from ttprun.capture.records.evidence import BATCH
 from ttprun.capture.records.nodes import PARTS, AnyNode, FrozensetNode, Node, SetNode
 from ttprun.capture.records.packing import SETTLED, unpack_as
 from ttprun.capture.values import Snapshot, fingerprint, pack
 from ttprun.capture.values.large import SMALL_BYTES, digest_of
 from ttprun.capture.values.objects import is_of_user, restore_attributes
-from ttprun.introspect.looks import attributes_of, is_a, values_of
+from ttprun.introspect.current_rank import BATCH
+from ttprun.introspect.safe_reads import attributes_of, is_a, values_of
 
 # Types of the attributes that are recorded: small values that change between epochs.
 _HELD: tuple[Any, ...] = (
@@ -163,7 +163,7 @@ def note_batch(session: Host, loader: str, batch: Any) -> None:
     """
     parts: Any = values_of(batch) if type(batch) is not list and is_a(batch, dict) else batch
     is_of_parts = type(parts) is list or is_a(parts, list | tuple)
-    session.training.note(BATCH, loader, parts if is_of_parts else [parts])
+    session.observers.note(BATCH, loader, parts if is_of_parts else [parts])
 
 
 def is_of_tensors(batch: Any) -> bool:

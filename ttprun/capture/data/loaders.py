@@ -37,8 +37,8 @@ from ttprun.capture.values import process_objects
 from ttprun.introspect import random_state
 from ttprun.introspect.costs import DATA
 from ttprun.introspect.frames import location_key
-from ttprun.introspect.looks import attributes_of
-from ttprun.introspect.unseen import unseen
+from ttprun.introspect.safe_reads import attributes_of
+from ttprun.introspect.tensor_bytes import unseen
 from ttprun.protocol.reason import Reason
 
 _iterators: list[weakref.ref[Any]] = []  # a WeakSet's emptiness check takes ten times as long
@@ -123,7 +123,7 @@ def _make(original: Any, loader: DataLoader[Any], making: workers.Making) -> Any
 
 def _refuse(error: workers.OtherBatchError) -> None:
     if (session := current()) is not None:
-        session.training.refuse(Reason("other-batch", str(error)))
+        session.observers.refuse(Reason("other-batch", str(error)))
 
 
 def _workers_key(loader: DataLoader[Any]) -> list[int]:

@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ttprun.introspect.looks import attributes_of, is_a
+from ttprun.introspect.safe_reads import attributes_of, is_a
 
 
 def fetched_ahead(lead: int, each: int) -> int | None:

@@ -11,7 +11,7 @@ A process that is lost in the step that it runs again may have been lost by the 
 once, and leaves a file so as not to do it twice, would end each replacement. So each second process that runs a step
 again, or replays it, is answered as the file system is, and these answers are not kept.
 
-Answers to the main thread alone, and to code whose writes a replay drops (whose.py). Begin with `find`.
+Answers to the main thread alone, and to code whose writes a replay drops (ownership.py). Begin with `find`.
 
 Standard library only: a script may look at files before it imports torch.
 """
@@ -32,7 +32,7 @@ import xxhash
 
 from ttprun.introspect import fail_open
 from ttprun.introspect.frames import location_key
-from ttprun.introspect.whose import has_muted_effects
+from ttprun.introspect.ownership import has_muted_effects
 from ttprun.protocol.reason import Reason
 
 MOST = 20_000  # answers that are kept
@@ -166,7 +166,7 @@ def _of_user(frame: FrameType | None) -> FrameType | None:
 
 def _is_of_user(filename: str) -> bool:
     if _looking.is_on:
-        return False  # whose.py asks the file system, too
+        return False  # ownership.py asks the file system, too
     _looking.is_on = True
     try:
         return has_muted_effects(filename)

@@ -30,7 +30,7 @@ from typing import Any
 from ttprun.capture.host import current
 from ttprun.introspect import fail_open
 from ttprun.introspect.frames import location_key
-from ttprun.introspect.whose import has_muted_effects, is_script_code
+from ttprun.introspect.ownership import has_muted_effects, is_script_code
 
 MOST = 2048  # draws that are kept
 MOST_AT_ONE_PLACE = 64

@@ -25,7 +25,7 @@ from typing import Any
 from ttprun.capture.position import control_flow, library_loops, liveness, loops, user_code
 from ttprun.capture.position.control_flow import instruction_at
 from ttprun.introspect.frames import place, variables_of
-from ttprun.introspect.whose import is_script_code
+from ttprun.introspect.ownership import is_script_code
 
 _WITH_LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _ASKED_BY_LOOPS = frozenset({"FOR_ITER", "SEND"})

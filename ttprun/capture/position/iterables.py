@@ -18,8 +18,8 @@ from typing import Any
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ttprun.capture.position.loops import Loop
-from ttprun.introspect.looks import is_a, length_of
-from ttprun.introspect.whose import is_script_code, is_state
+from ttprun.introspect.ownership import is_script_code, is_state
+from ttprun.introspect.safe_reads import is_a, length_of
 
 _LOOKED_INTO = (tuple, list, dict, CellType)  # in addition to iterators
 _MOST = 200  # values

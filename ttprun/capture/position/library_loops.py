@@ -16,10 +16,10 @@ import torch
 
 from ttprun import frameworks
 from ttprun.capture.position import control_flow, disk_cache
-from ttprun.introspect import whose
+from ttprun.introspect import ownership
 from ttprun.introspect.frames import variables_of
-from ttprun.introspect.looks import is_a
-from ttprun.introspect.whose import is_script_code
+from ttprun.introspect.ownership import is_script_code
+from ttprun.introspect.safe_reads import is_a
 
 # Their loops are not training loops: they run threads, event loops and hooks.
 _HARMLESS = tuple(
@@ -53,7 +53,7 @@ def why_not(frame: FrameType | None) -> str:
 
 def _what_follows(modules: dict[str, str]) -> str:
     """What becomes of modules that are not followed yet, or what the user can do."""
-    is_new = whose.is_remembering() and not any(map(whose.is_seen_before, modules.values()))
+    is_new = ownership.is_remembering() and not any(map(ownership.is_seen_before, modules.values()))
     if is_new and all(disk_cache.note(filename) for filename in modules.values()):
         return f"which is met for the first time: {disk_cache.NEXT_RUN}"
     return (

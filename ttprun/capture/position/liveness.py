@@ -28,8 +28,8 @@ import torch
 from ttprun.capture.position import control_flow
 from ttprun.capture.position.control_flow import flow_of, instruction_at
 from ttprun.introspect.frames import SCALARS, user_frames, variables_of
-from ttprun.introspect.looks import bases_of, dictionary_of_class
-from ttprun.introspect.whose import is_script_code
+from ttprun.introspect.ownership import is_script_code
+from ttprun.introspect.safe_reads import bases_of, dictionary_of_class
 
 # What may read variables otherwise than by an instruction; the last two, if they are called without an argument.
 _READS_BY_NAME = frozenset({"locals", "eval", "exec", "currentframe", "_getframe"})

@@ -1,9 +1,9 @@
 """The user's code: compiled so that its `for` loops can be followed, as pytest rewrites asserts, imported, and run.
 
-`_Finder` loads modules whose loops are followed (see whose.py) before Python's own import does; `script_hook` loads the
-script itself when `python script.py` checks whether the script is a folder or a zip file with a `__main__` in it, the
-only hook that Python calls before it runs a script. Nothing is written to `__pycache__`; a framework's module, which is
-followed by its name, is kept compiled in a folder of ours (disk_cache.py).
+`_Finder` loads modules whose loops are followed (see ownership.py) before Python's own import does; `script_hook` loads
+the script itself when `python script.py` checks whether the script is a folder or a zip file with a `__main__` in it,
+the only hook that Python calls before it runs a script. Nothing is written to `__pycache__`; a framework's module,
+which is followed by its name, is kept compiled in a folder of ours (disk_cache.py).
 
 A module sees the environment at the time of its import. The standby imports the same modules in the same order, so it
 must know between which imports the script has changed a variable: the finder of the user's modules is called at each
@@ -33,8 +33,8 @@ from typing import Any
 
 from ttprun.capture.position import disk_cache, loops
 from ttprun.frameworks import DRAWING
-from ttprun.introspect import signal_handlers, whose
-from ttprun.introspect.whose import is_installed
+from ttprun.introspect import ownership, signal_handlers
+from ttprun.introspect.ownership import is_installed
 
 # Run by each Python by itself.
 _AT_START = frozenset({"__main__", "sitecustomize", "usercustomize"})
@@ -256,7 +256,7 @@ class NamedLoader(importlib.machinery.SourceFileLoader):
     @signal_handlers.gate
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        whose.note_followed(fullname, path)
+        ownership.note_followed(fullname, path)
         if fullname not in loaded_by_name:
             loaded_by_name.append(fullname)
         return compile_named(self.get_data(path), path)
@@ -282,7 +282,7 @@ class _Finder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         note_environment(fullname)
-        is_named = whose.is_named(fullname)
+        is_named = ownership.is_named(fullname)
         later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
         finders = [finder for finder in later if is_named or finder not in _OF_PYTHON]
         if not is_named:  # the others are those of editable installations, say
@@ -292,13 +292,13 @@ class _Finder:
             return None
         if isinstance(spec.loader, FollowedLoader | NamedLoader | FollowedZip):
             return spec
-        if fullname in whose.LIBRARIES:
-            whose.note_library(fullname, spec.origin)
+        if fullname in ownership.LIBRARIES:
+            ownership.note_library(fullname, spec.origin)
         loader: Any = spec.loader
-        is_source, is_of_user = type(loader) is importlib.machinery.SourceFileLoader, whose.is_of_user(spec.origin)
+        is_source, is_of_user = type(loader) is importlib.machinery.SourceFileLoader, ownership.is_of_user(spec.origin)
         if is_source and is_of_user:
             spec.loader = FollowedLoader(fullname, spec.origin)
-        elif is_source and (is_named or whose.is_seen_before(spec.origin)):
+        elif is_source and (is_named or ownership.is_seen_before(spec.origin)):
             spec.loader = NamedLoader(fullname, spec.origin)
         elif type(loader) is zipimport.zipimporter and is_of_user:
             loader = FollowedZip(os.path.join(loader.archive, loader.prefix))
@@ -369,7 +369,7 @@ def script_hook(path: str) -> Any:
 
     Raises ImportError for all other paths, as such a hook must.
     """
-    if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not whose.is_script_code(path):
+    if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not ownership.is_script_code(path):
         raise ImportError(path)
     with open(path, "rb") as file:
         if file.read(4) == b"PK\x03\x04":
@@ -384,13 +384,13 @@ def install(modules: Sequence[str] = (), files: Sequence[str] | None = None) -> 
     files     of such modules; see disk_cache.py
     """
     note_start()
-    whose.follow(modules)
-    whose.follow_files(files)
+    ownership.follow(modules)
+    ownership.follow_files(files)
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    for name in whose.LIBRARIES & sys.modules.keys():
+    for name in ownership.LIBRARIES & sys.modules.keys():
         if origin := vars(sys.modules[name]).get("__file__"):
-            whose.note_library(name, origin)
+            ownership.note_library(name, origin)
     vars(builtins).update(BUILTINS)
     finder: Any = _Finder()
     sys.meta_path.insert(0, finder)

@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from ttprun.introspect import host_copies
+from ttprun.introspect.current_rank import BATCH
 from ttprun.introspect.tensor_bytes import SAMPLE_BYTES, sampled, sampled_later
 
 ENTRIES = 256  # of one step; later ones are not noted
@@ -37,7 +38,6 @@ _TRIED = struct.Struct("<HxxIQQ")  # kind, number, key, digest
 MOST_TRIED = 32
 REGION_BYTES = _TRIED_AT + _TRIED_HEAD.size + MOST_TRIED * _TRIED.size
 
-BATCH, LOSS, INPUT = range(3)
 Place = tuple[int, int, int]  # kind, key of the loader or group, index among these in the step
 
 

@@ -13,7 +13,13 @@ import msgpack
 import msgspec
 
 from ttprun.capture.records.nodes import AnyNode, FrozensetNode, Named, Node, PlainNode, TupleNode
-from ttprun.introspect.looks import dictionary_of, dictionary_of_class, is_a, module_of_class, qualified_name_of_class
+from ttprun.introspect.safe_reads import (
+    dictionary_of,
+    dictionary_of_class,
+    is_a,
+    module_of_class,
+    qualified_name_of_class,
+)
 
 MAX_DEPTH = 100  # msgpack itself gives up at 511 lists in each other
 

@@ -124,7 +124,7 @@ class Findings:
 
     def report(self) -> None:
         """The boundary is reached."""
-        self._host.training.report(self.equal, self.not_proved)
+        self._host.observers.report(self.equal, self.not_proved)
 
     def note_equal(self, record: Record) -> None:
         """The target's place is equal, with its loops and batches: note that for the report."""

@@ -47,7 +47,7 @@ class NotRepeatedError(RuntimeError):
 
 
 class Replay:
-    """One way back, to a boundary; how the script runs as long as it is not over (`Life` in host.py).
+    """One way back, to a boundary; how the script runs as long as it is not over (`Mode` in current_rank.py).
 
     boundary      the boundary N to reach
     target        its record

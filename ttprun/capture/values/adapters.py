@@ -45,7 +45,7 @@ from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Handler, Snapshot
 from ttprun.capture.values.tensors import raw_bytes
 from ttprun.introspect import random_state
-from ttprun.introspect.looks import (
+from ttprun.introspect.safe_reads import (
     attributes_of,
     base_of_class,
     bases_of,

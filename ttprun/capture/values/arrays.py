@@ -23,7 +23,7 @@ from ttprun.capture.values.large import SMALL_BYTES, address_of, follow, is_foll
 from ttprun.capture.values.plain import dtype_of, dtype_text
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect.looks import dictionary_of, is_a
+from ttprun.introspect.safe_reads import dictionary_of, is_a
 
 
 def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int) -> Any:

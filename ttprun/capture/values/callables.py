@@ -20,8 +20,8 @@ from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.objects import is_of_user
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
-from ttprun.introspect.looks import bases_of, dictionary_of_class, is_a
-from ttprun.introspect.whose import is_script_code
+from ttprun.introspect.ownership import is_script_code
+from ttprun.introspect.safe_reads import bases_of, dictionary_of_class, is_a
 
 _NO_STATE = frozenset({"__wrapped__", "__isabstractmethod__"})
 _DESCRIPTORS = (

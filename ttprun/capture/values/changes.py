@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from torch._C._dynamo import guards
 
-from ttprun.introspect import looks
+from ttprun.introspect import safe_reads
 
 LOOKS = 3  # whole looks in a row that have found nothing, before turns begin
 PARTS = 4  # that are looked at at a boundary, of all things; each takes some 50 microseconds
@@ -248,7 +248,7 @@ class Unchanged:
         values, dictionaries = [value for value, _ in pairs], [attributes for _, attributes in pairs]
         self._objects += values
         self._of_objects += dictionaries
-        self._getters += [looks.dictionary_getter(type(value)) or looks.attributes_of for value in values]
+        self._getters += [safe_reads.dictionary_getter(type(value)) or safe_reads.attributes_of for value in values]
         self.add(dictionaries)
         self._typed += values
         self._typed += typed
@@ -447,7 +447,7 @@ def _contents_of(dictionary: dict[Any, Any]) -> list[Any]:
     """Keys and values of a dictionary, without its class's own methods."""
     if type(dictionary) in (dict, OrderedDict):
         return [*dictionary, *dictionary.values()]
-    base = looks.base_of(dictionary)
+    base = safe_reads.base_of(dictionary)
     return [*base.__iter__(dictionary), *base.values(dictionary)]
 
 
@@ -495,4 +495,4 @@ def forget() -> None:
     begin_boundary()
     begin_boundary()
     Clock.records = 0
-    looks.forget()
+    safe_reads.forget()

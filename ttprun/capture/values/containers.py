@@ -36,7 +36,7 @@ from ttprun.capture.values.long_items import MANY_ROWS, MAX_ITEMS, MIN_ITEMS, Ke
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
-from ttprun.introspect.looks import attributes_of, base_of, dictionary_of, is_a, length_of, slots_of
+from ttprun.introspect.safe_reads import attributes_of, base_of, dictionary_of, is_a, length_of, slots_of
 from ttprun.protocol.reason import Reason
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
@@ -238,7 +238,7 @@ def _ids(snapshot: Snapshot, items: Iterable[Any], depth: int) -> list[Node] | N
         return None
     snapshot.trace.open += 1
     carrier = host.current()
-    weights = {id(weight): weight for weight in ([] if carrier is None else carrier.training.weights())}
+    weights = {id(weight): weight for weight in ([] if carrier is None else carrier.observers.weights())}
 
     def node_of(item: Any) -> Node:
         if type(item) is int and (number := snapshot.numbers.get(item)) is not None:

@@ -28,7 +28,7 @@ from ttprun.capture.values.objects import form_of_class, record_object, record_v
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
 from ttprun.capture.values.trees import PLACE, whole_of
-from ttprun.introspect.looks import attributes_of, is_a, length_of
+from ttprun.introspect.safe_reads import attributes_of, is_a, length_of
 
 MANY = 2048  # things (see `_weighs_much`), for fewer of which walking over them is as fast
 SMALL_TREE_BYTES = 1 << 20  # of packed nodes of all trees, up to which they are recorded beside the digest

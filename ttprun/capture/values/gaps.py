@@ -19,7 +19,7 @@ from ttprun.capture.values.kept import TOO_DEAR, Price
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, with_fixed
 from ttprun.capture.values.trees import walk
-from ttprun.introspect.looks import is_a
+from ttprun.introspect.safe_reads import is_a
 from ttprun.protocol.reason import Reason
 
 UNTOLD = "it can change, and does not show its state"

@@ -18,7 +18,7 @@ import torch
 
 from ttprun import torch_versions
 from ttprun.introspect.distributed_tensors import local_of
-from ttprun.introspect.looks import of_types
+from ttprun.introspect.safe_reads import of_types
 from ttprun.protocol.reason import pointer
 
 _EXPLAINED = pointer("activation-used-later")

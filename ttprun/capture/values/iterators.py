@@ -31,9 +31,9 @@ from ttprun.capture.records.packing import MISSING, name_of
 from ttprun.capture.values.process_objects import record_unknown
 from ttprun.capture.values.restore import Restore, kind_of, unlike
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect import iterator_state
+from ttprun.introspect import safe_reads
 from ttprun.introspect.frames import variables_of
-from ttprun.introspect.whose import is_script_code
+from ttprun.introspect.ownership import is_script_code
 
 _EMPTIES: tuple[Any, ...] = ([], (), "", "ä", b"", bytearray(), range(0), range(1 << 70))
 _EMPTY: dict[Any, Any] = dict(zip(map(type, map(iter, _EMPTIES)), _EMPTIES, strict=True))
@@ -59,7 +59,7 @@ def record_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if kind not in _TOLD:
         return record_unknown_iterator(snapshot, value, depth)
     number = snapshot.number(value)
-    reduced: Any = iterator_state.reduce(value)
+    reduced: Any = safe_reads.state_of_iterator(value)
     state: Any = reduced[2] if len(reduced) > 2 else None
     if len(reduced) == 2 and (kind in _EMPTY or kind is _REVERSED):
         return IteratorNode(number, name_of(kind), [], None)
@@ -94,7 +94,7 @@ def restore_iterator(restore: Restore, live: Any, node: IteratorNode, name: str)
     kind: Any = _KINDS[node.kind]
     if not parts and (kind in _EMPTY or kind is _REVERSED):
         return _at_its_end(restore, live, kind, number)
-    old = iterator_state.reduce(live) if type(live) is kind else (None, (), None)
+    old = safe_reads.state_of_iterator(live) if type(live) is kind else (None, (), None)
     old_state = old[2] if len(old) > 2 else None
     have = [*old[1], *[MISSING] * len(parts)]
     if kind is itertools.cycle and state.items[1]:
@@ -106,13 +106,13 @@ def restore_iterator(restore: Restore, live: Any, node: IteratorNode, name: str)
     is_alike = len(old[1]) == len(new) and all(map(_is_alike, old[1], new))
     if type(live) is kind and is_alike and restore.claim(number, live):
         if new_state is not old_state and new_state != old_state:
-            iterator_state.set_state(live, new_state)
+            safe_reads.set_state_of_iterator(live, new_state)
         return live
     if kind in _EMPTY or kind is itertools.cycle:
         new[0] = iter(new[0])
     made = new[0] if kind in _EMPTY else reversed(new[0]) if kind is _REVERSED else kind(*new)
     if new_state is not None:
-        iterator_state.set_state(made, new_state)
+        safe_reads.set_state_of_iterator(made, new_state)
     restore.claim(number, made)
     return made
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import SETTLED, pack
 from ttprun.capture.values.changes import ARE_COUNTED, BASES, Clock, Slots, Unchanged, version_of
-from ttprun.introspect.looks import dictionary_of, slots_of
+from ttprun.introspect.safe_reads import dictionary_of, slots_of
 
 Snapshot = Any  # snapshot.py imports this module
 

@@ -48,7 +48,7 @@ from ttprun.capture.values.histories import Unrecorded
 from ttprun.capture.values.restore import RESTORERS, Restorer
 from ttprun.capture.values.snapshot import Handler, Snapshot, choose_with
 from ttprun.introspect import distributed_tensors, fail_open
-from ttprun.introspect.looks import has_dictionary, has_method, slots_of
+from ttprun.introspect.safe_reads import has_dictionary, has_method, slots_of
 
 _OF_THE_INTERPRETER: tuple[type, ...] = (
     object, types.FrameType, types.TracebackType, types.CodeType, types.CellType, types.MappingProxyType,

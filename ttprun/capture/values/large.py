@@ -31,7 +31,7 @@ from ttprun.capture.values.histories import forget_gradient
 from ttprun.capture.values.plain import dtype_of, dtype_text
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect.looks import is_a
+from ttprun.introspect.safe_reads import is_a
 from ttprun.introspect.tensor_bytes import bytes_of, plain
 
 SMALL_BYTES = 64 << 10  # up to here all elements are recorded

@@ -33,8 +33,8 @@ from ttprun.capture.values.large import SMALL_BYTES, TENSOR_BYTES, TURN_BYTES, W
 from ttprun.capture.values.objects import record_object, record_value_object
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
-from ttprun.introspect.looks import is_a
-from ttprun.introspect.whose import is_script_code
+from ttprun.introspect.ownership import is_script_code
+from ttprun.introspect.safe_reads import is_a
 
 _TURN = 64  # that are a part, at most
 _PLAIN_KINDS = "biufc"  # of dtypes whose elements are read as a buffer

@@ -18,7 +18,8 @@ from ttprun.capture.records.packing import MISSING, look_up_type, name_of
 from ttprun.capture.values.changes import Slots
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
-from ttprun.introspect.looks import (
+from ttprun.introspect.ownership import is_script_code, is_state
+from ttprun.introspect.safe_reads import (
     attributes_of,
     bases_of,
     dictionary_getter,
@@ -28,7 +29,6 @@ from ttprun.introspect.looks import (
     of_types,
     slots_of,
 )
-from ttprun.introspect.whose import is_script_code, is_state
 
 # Attributes that mean something in their own process only.
 _PROCESS_LOCAL = """

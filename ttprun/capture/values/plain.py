@@ -25,7 +25,7 @@ from ttprun.capture.records.nodes import PlainNode, RefusedNode
 from ttprun.capture.records.packing import MISSING, CannotRestoreError, look_up, look_up_type, name_of
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect.looks import dictionary_of, is_a, plain_of
+from ttprun.introspect.safe_reads import dictionary_of, is_a, plain_of
 
 
 def _int_text(value: int) -> str:

@@ -42,8 +42,8 @@ from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.capture.values.trees import walk
 from ttprun.introspect import futures
-from ttprun.introspect.looks import attributes_of, is_a, plain_of
-from ttprun.introspect.whose import is_script_code
+from ttprun.introspect.ownership import is_script_code
+from ttprun.introspect.safe_reads import attributes_of, is_a, plain_of
 from ttprun.protocol.reason import pointer
 
 EFFECTS = {

@@ -47,7 +47,7 @@ from ttprun.capture.values.large import (
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.introspect.distributed_tensors import is_distributed, local_of, waited_for
-from ttprun.introspect.looks import dictionary_of, is_a
+from ttprun.introspect.safe_reads import dictionary_of, is_a
 from ttprun.introspect.tensor_bytes import plain
 
 _LEAF, _PARAMETER, _COMPUTED = 1, 2, 4  # flags; the last: with gradients, from what is not recorded

@@ -7,29 +7,28 @@ from typing import Any
 
 from ttprun.capture import installing
 from ttprun.chaos import strikes
-from ttprun.groups import groups
+from ttprun.groups import script_calls
 from ttprun.groups.journal import Journal
-from ttprun.introspect import moments
-from ttprun.introspect.host import begin, leave_in_children
+from ttprun.introspect import fault_points
+from ttprun.introspect.current_rank import begin, current, leave_in_children
 from ttprun.protocol import from_rank, mindio
-from ttprun.rank.bootstrap import patches
+from ttprun.rank.bootstrap import patch_table
 from ttprun.rank.bootstrap.hooks import listen, make_session
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.framework.callback_recovery import CallbackRecovery
 from ttprun.rank.framework.framework import Framework
-from ttprun.rank.session import current
 
 
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process."""
     installing.leave_us_alone()
-    groups.register()
-    missing = patches.apply_for_frameworks()
+    script_calls.register()
+    missing = patch_table.apply_for_frameworks()
     if missing:
         presence.channel.send(from_rank.Note(f"not protected on this torch version: {', '.join(missing)}"))
     leave_in_children()
     if presence.welcome.options.allow_faults:
-        moments.listener = strikes
+        fault_points.listener = strikes
         strikes.begin(presence.welcome.faults, presence.channel)
 
 

@@ -11,46 +11,43 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ttprun.capture import installing
 from ttprun.capture.effects.effects import Effects
+from ttprun.capture.position import made_inside
 from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.recorder import Recorder
 from ttprun.chaos import observer, strikes
 from ttprun.elastic_resume.adapted import Adapted, log_of
-from ttprun.groups import groups
+from ttprun.groups import script_calls
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
-from ttprun.introspect import fail_open, moments
-from ttprun.introspect.host import begin, leave_in_children
+from ttprun.introspect import fail_open, fault_points
+from ttprun.introspect.current_rank import Observers, Rank, begin, leave_in_children
 from ttprun.protocol import from_rank, patience, to_rank
 from ttprun.protocol.board import Board, Phase
-from ttprun.rank.bootstrap import patches, reset
+from ttprun.rank import heartbeat, proof
+from ttprun.rank.bootstrap import patch_table, reset
 from ttprun.rank.bootstrap.presence import Presence
-from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.proof import Proof
-from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.process import heartbeat
-from ttprun.rank.replay import resuming
+from ttprun.rank.proof import Alignment, Proof
+from ttprun.rank.replay import recovery_orders
 from ttprun.rank.replay.recovery import Recovery
-from ttprun.rank.replay.replay_run import ReplayRun
-from ttprun.rank.replay.step_proof import StepProof
-from ttprun.rank.session import Session
-from ttprun.rank.step import boundary, step_hooks
-from ttprun.rank.step.inter_node_commit import InterNodeCommit
-from ttprun.rank.step.training import Training
+from ttprun.rank.replay.replay_run import ReplayRun, StepProof
+from ttprun.rank.step import record, step_hooks
+from ttprun.rank.step.commit_barrier import InterNodeCommit
+from ttprun.rank.verification import Verifier
 from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.snapshot_shares import SnapshotPart
+from ttprun.tensors.shares import SnapshotPart
 
 
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process."""
     options = presence.welcome.options
-    why_not = installing.install(boundary.steps_now)
-    groups.register()
-    missing = patches.apply_all(with_replay=False)
+    why_not = installing.install(record.steps_now)
+    script_calls.register()
+    missing = patch_table.apply_all(with_replay=False)
     if missing:
         presence.channel.send(from_rank.Note(f"not protected on this torch version: {', '.join(missing)}"))
     if why_not:
@@ -60,7 +57,7 @@ def install(presence: Presence) -> None:
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
     leave_in_children()
     if options.allow_faults:
-        moments.listener = observer.ordered(presence.welcome.rank) or strikes
+        fault_points.listener = observer.ordered(presence.welcome.rank) or strikes
         strikes.begin(presence.welcome.faults, presence.channel)
     if options.may_rerun:
         reset.note_beginning()
@@ -74,7 +71,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     session = make_session(presence)
     order = presence.order if is_replacement else None
     if is_replacement:
-        patches.apply_all(with_replay=True)
+        patch_table.apply_all(with_replay=True)
     begin(session)
     effects = Effects(session[Recorder])
     adapt = order.adapt if isinstance(order, to_rank.Replay) else None
@@ -89,13 +86,13 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             adapted.begin()
         case to_rank.Resume(boundary=boundary):
             effects.resume_at(boundary)
-            resuming.expect(session, order)
-            resuming.note_agreed(session, order)  # before it issues anything
+            recovery_orders.expect(session, order)
+            recovery_orders.note_agreed(session, order)  # before it issues anything
             Proof.begin(session, boundary)
     listen(presence, session, Recovery(session))
 
 
-def _replay_of(session: Session, order: to_rank.Replay) -> ReplayRun:
+def _replay_of(session: Rank, order: to_rank.Replay) -> ReplayRun:
     replay = ReplayRun.of_lost(session, order.boundary)
     replay.step_from, replay.is_joining = order.step_from, order.is_joining
     replay.is_contradicted = order.is_contradicted
@@ -104,7 +101,7 @@ def _replay_of(session: Session, order: to_rank.Replay) -> ReplayRun:
     return replay
 
 
-def listen(presence: Presence, session: Session, recovery: Recovery) -> None:
+def listen(presence: Presence, session: Rank, recovery: Recovery) -> None:
     """The agent's messages are for this run from now on."""
     session.recovery = recovery
     recovery.start()
@@ -113,7 +110,7 @@ def listen(presence: Presence, session: Session, recovery: Recovery) -> None:
     presence.channel.send(from_rank.RankProtected())
 
 
-def make_session(presence: Presence) -> Session:
+def make_session(presence: Presence) -> Rank:
     """A new session for a new run of the script."""
     welcome, options = presence.welcome, presence.welcome.options
     recorder = Recorder(presence.fds[1], options.record_limit_mib << 20)
@@ -122,7 +119,7 @@ def make_session(presence: Presence) -> Session:
     def note(text: str) -> None:
         presence.channel.send(from_rank.Note(text))
 
-    session = Session(
+    session = Rank(
         rank=welcome.rank,
         local_rank=welcome.local_rank,
         world_size=welcome.world_size,
@@ -167,7 +164,28 @@ def make_session(presence: Presence) -> Session:
             Exchange: Exchange(presence.channel, welcome.address),
         }
     )
-    session.training = Training(session)
     if welcome.address:
         session.parts[InterNodeCommit] = InterNodeCommit(session, presence.fds[3])
+    session.observers = observers_of(session)
     return session
+
+
+def observers_of(session: Rank) -> Observers:
+    """Each question and report of the libraries goes to the part that can answer it."""
+    commit = session.get(InterNodeCommit)
+    observers = Observers(
+        note=partial(proof.note, session),
+        report=partial(proof.report, session),
+        refuse=partial(proof.refuse, session),
+        sends_otherwise=partial(proof.note_sent_otherwise, session),
+        made=made_inside.note,
+        leaves=session[Verifier].stop_if_divergent,
+        keep_result=session[Mirror].keep_result,
+        give_result=session[Mirror].give_result,
+        weights=optimizer_registry.newest_weights,
+        device_in_use=optimizer_registry.device_in_use,
+        wrapped_models=optimizer_registry.wrapped_models,
+    )
+    if commit is not None:
+        observers.cut = commit.cut
+    return observers

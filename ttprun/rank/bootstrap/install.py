@@ -28,24 +28,24 @@ from ttprun.capture.position import user_code
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.device_errors import DeviceFault, Diagnosis, causes_of, in_one_line
-from ttprun.introspect import children, host, signal_handlers
-from ttprun.introspect.after_import import after_import, is_overdue
+from ttprun.introspect import children, current_rank, signal_handlers
 from ttprun.introspect.fail_open import session_now
-from ttprun.introspect.whose import add_named_path, add_user_directory
+from ttprun.introspect.ownership import add_named_path, add_user_directory
+from ttprun.introspect.patching import after_import, is_overdue
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.reason import Reason
-from ttprun.rank.bootstrap import patches, unhooked
+from ttprun.rank import heartbeat, held_signals
+from ttprun.rank.bootstrap import patch_table, unhooked
 from ttprun.rank.bootstrap.presence import Presence, diagnose
-from ttprun.rank.process import heartbeat, held_signals
 
 if TYPE_CHECKING:
-    from ttprun.rank.session import Session
+    from ttprun.introspect.current_rank import Rank
 
 PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
-_RANK_DIED = signal.SIGRTMAX - 6  # to its forked children; beside the signal of process/heartbeat.py
+_RANK_DIED = signal.SIGRTMAX - 6  # to its forked children; beside the signal of rank/heartbeat.py
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
 _OURS = os.path.dirname(text_hashes.__file__) + os.sep
 _ROOM_LIMIT_S, _LOOK_EVERY_S = 5.0, 0.1
@@ -113,7 +113,7 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
     strike_at_start(welcome)
     if welcome.is_replacement:
         _presence.may_start.wait()  # until the agent's order; at its deadline the agent kills this process
-    patches.apply_early(welcome.options.mindio)
+    patch_table.apply_early(welcome.options.mindio)
     if not welcome.options.mindio:
         effects.listen()
     after_import("torch", take_over)
@@ -174,7 +174,7 @@ def report_before(previous: Any) -> Any:
             else:
                 signal_handlers.call_through(previous, (kind, error, trace), {})
             return
-        if "ttprun.rank.session" not in sys.modules:
+        if "ttprun.introspect.current_rank" not in sys.modules:
             _report_unhooked()
         error, diagnosis = _run_again(presence, error, trace)
         if diagnosis.fault is DeviceFault.DEVICE_BUSY:
@@ -309,7 +309,7 @@ def _leave_at_once(rank: int) -> None:
 def _run_again(presence: Presence, error: BaseException, trace: Any) -> tuple[BaseException, Diagnosis]:
     """If the process can survive the error, run the script again; returns the error that ends the process."""
     options = presence.welcome.options
-    if options.mindio or not options.may_rerun or "ttprun.rank.session" not in sys.modules:
+    if options.mindio or not options.may_rerun or "ttprun.introspect.current_rank" not in sys.modules:
         return error, diagnose(presence, error)
     from ttprun.rank.bootstrap import rerun
 
@@ -366,22 +366,22 @@ def _finish() -> None:
     gc.unfreeze()  # Python's last collection frees what it would free under torchrun; nanobind reports what is left
 
 
-def _finish_well(session: Session | None) -> None:
+def _finish_well(session: Rank | None) -> None:
     """The script has ended without an exception: refuse that in a replay, which should have reached its boundary."""
-    from ttprun.introspect import moments
+    from ttprun.introspect import fault_points
 
     try:
-        moments.reached("exit")
+        fault_points.reached("exit")
     except damage.InjectedFaultError as error:  # nothing above us would turn it into an exit code
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # as if not caught
         os._exit(damage.EXIT_CODE)
     if session is not None:
         session.mode.refuse_end()
-        from ttprun.groups import leaving_together
+        from ttprun.groups import departure
 
         session.stop_comparing()
         with contextlib.suppress(KeyboardInterrupt):
-            leaving_together.stay(session)
+            departure.stay(session)
 
 
 def take_over() -> None:
@@ -399,6 +399,6 @@ def take_over() -> None:
         hooks.install(presence)
         hooks.begin_run(presence, presence.welcome.is_replacement)
     except Exception as error:  # fail open: the script runs as under torchrun
-        host.end()
+        current_rank.end()
         why = Reason("hooks-missing", f"the hooks could not be installed: {error!r}")
         presence.channel.send(from_rank.RankUnprotected(why))

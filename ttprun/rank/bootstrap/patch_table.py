@@ -1,13 +1,18 @@
-"""Everything that ttprun changes in the user's process: one table, printed by `ttprun explain`."""
+"""Everything that ttprun changes in the user's process: one table, printed by `ttprun explain`, and how it is applied.
+
+The rows are applied as soon as the script has imported torch, never by importing torch ourselves. If an attribute is
+missing (another version of torch), that protection is off, and this is reported once.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ttprun.capture.patch_rows import PATCHES as OF_CAPTURE
 from ttprun.device.environment import VARIABLES
-from ttprun.groups.patched import PATCHES as OF_GROUPS
-from ttprun.introspect.patching import Patch
+from ttprun.groups import PATCHES as OF_GROUPS
+from ttprun.introspect.patching import Patch, after_import, replace
 
 __all__ = ["ALSO", "PATCHES", "Change", "Patch"]
 
@@ -17,7 +22,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.autograd",
         "backward",
-        "rank.checks.proof:wrap_backward",
+        "rank.proof:wrap_backward",
         "to compare a replacement's loss and gradients with those of the lost rank",
     ),
     Patch(
@@ -61,20 +66,20 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.amp.grad_scaler",
         "GradScaler._maybe_opt_step",
-        "rank.replay.loss_scaling:wrap_maybe_opt_step",
+        "rank.step.special_steps:wrap_maybe_opt_step",
         "to keep what a step that is left out has reduced; in a replay, to leave out the lost rank's, and no others",
     ),
     Patch(
         "torch.amp.grad_scaler",
         "GradScaler.step",
-        "rank.replay.loss_scaling:wrap_step",
+        "rank.step.special_steps:wrap_step",
         "in a replay, to know which scaler takes a step",
         "replay",
     ),
     Patch(
         "torch.amp.grad_scaler",
         "GradScaler.update",
-        "rank.replay.loss_scaling:wrap_update",
+        "rank.step.special_steps:wrap_update",
         "in a replay, to do nothing after a loop of steps that was skipped",
         "replay",
     ),
@@ -94,13 +99,13 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.utils.data._utils.signal_handling",
         "_error_if_any_worker_fails",
-        "rank.process.held_signals:wrap_error_if_any_worker_fails",
+        "rank.held_signals:wrap_error_if_any_worker_fails",
         "to finish saving when a DataLoader worker dies of a signal sent to the whole job",
     ),
     Patch(
         "signal",
         "signal",
-        "rank.process.held_signals:wrap_signal",
+        "rank.held_signals:wrap_signal",
         "no handler runs inside our code, but at its end; and a rank that gets SIGTERM or SIGUSR1 with the launcher "
         "lives until the state is saved: the script sees the default handler",
         "first",
@@ -108,7 +113,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "signal",
         "getsignal",
-        "rank.process.held_signals:wrap_getsignal",
+        "rank.held_signals:wrap_getsignal",
         "to show the script its own handlers",
         "first",
     ),
@@ -203,3 +208,34 @@ ALSO: tuple[Change, ...] = (
         "changes to files are skipped",
     ),
 )
+
+
+def apply_all(with_replay: bool) -> list[str]:
+    """Apply what a rank needs after torch is imported; returns the attributes that this version of torch lacks."""
+    _follow_imports()
+    return _apply("first", "early", "script", "always", *(["replay"] if with_replay else []))
+
+
+def apply_early(is_mindio: bool) -> list[str]:
+    """Apply what must be in place before the script starts; returns what is missing."""
+    return _apply("first", *([] if is_mindio else ["early"]))
+
+
+def apply_for_frameworks() -> list[str]:
+    """Apply what a rank with --mindio needs, where nothing is recorded or replayed; returns what is missing."""
+    _follow_imports()
+    return _apply("first", "always", "mindio")
+
+
+def _follow_imports() -> None:
+    for module in {patch.module for patch in PATCHES if patch.where == "imported"}:
+        after_import(module, functools.partial(_apply_to, module))
+
+
+def _apply_to(module: str) -> None:
+    # What is missing is not reported here: who needs it finds it missing, and says so.
+    replace(patch for patch in PATCHES if patch.where == "imported" and patch.module == module)
+
+
+def _apply(*wheres: str) -> list[str]:
+    return replace(patch for patch in PATCHES if patch.where in wheres)

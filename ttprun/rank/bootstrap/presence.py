@@ -17,8 +17,8 @@ from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.channel import Channel, Message
 from ttprun.protocol.codec import Refused
+from ttprun.rank import heartbeat, held_signals
 from ttprun.rank.bootstrap import unhooked
-from ttprun.rank.process import heartbeat, held_signals
 
 
 class Presence:

@@ -27,13 +27,12 @@ from ttprun.device.device_errors import DeviceFault, Diagnosis, diagnosis_of, in
 from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
 from ttprun.frameworks import KEEPS_OF_THE_ENVIRONMENT, RUN_AGAIN
 from ttprun.introspect import host_copies
-from ttprun.introspect.host import end
+from ttprun.introspect.current_rank import Rank, current, end
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.rank.bootstrap import hooks, reset
 from ttprun.rank.bootstrap.presence import Presence, diagnose
-from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.session import Session, current
+from ttprun.rank.verification import Verifier
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.post_step_weights import KeptWeights
@@ -161,7 +160,7 @@ def answer(presence: Presence, error: BaseException) -> tuple[BaseException, Dia
             raise SystemExit(0)
 
 
-def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session | None, Diagnosis, Device | None]:
+def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Rank | None, Diagnosis, Device | None]:
     """The current run's session, None if the script cannot be run again in this process (the reason is reported).
 
     returns   with it what the error means, and the device that raised it, None if none did
@@ -185,7 +184,7 @@ def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session
     return session, diagnosis, device
 
 
-def _why_not(session: Session) -> str:
+def _why_not(session: Rank) -> str:
     if not session.mode.is_live:
         return "it failed again before it reached its boundary"
     if not session.made.living or not session.is_repairable():
@@ -195,7 +194,7 @@ def _why_not(session: Session) -> str:
 
 
 def _leave(
-    presence: Presence, session: Session, error: BaseException, diagnosis: Diagnosis, device: Device | None
+    presence: Presence, session: Rank, error: BaseException, diagnosis: Diagnosis, device: Device | None
 ) -> None:
     """Report to the agent, and forget the old run; what is printed meanwhile goes to the replay's log.
 

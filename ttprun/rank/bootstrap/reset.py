@@ -30,18 +30,18 @@ from ttprun.capture.effects import origins, output
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import user_code
 from ttprun.device.device_errors import causes_of
-from ttprun.groups import async_saves, ending
+from ttprun.groups import departure, thread_collectives
 from ttprun.introspect import distributed_tensors, fail_open, random_state
-from ttprun.introspect.whose import has_muted_effects
-from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.session import Session
+from ttprun.introspect.current_rank import Rank
+from ttprun.introspect.ownership import has_muted_effects
 from ttprun.rank.step import step_hooks
+from ttprun.rank.verification import Verifier
 from ttprun.tensors import gradients, open_boundaries, optimizer_registry
 
 LIMIT_S = 1.0  # of each wait
 
 
-def close(session: Session) -> None:
+def close(session: Rank) -> None:
     """End this rank's native threads and connections, after the script's own exit handlers.
 
     Mostly takes a millisecond. Operations that the script has not waited for get LIMIT_S to finish, and are then cut;
@@ -52,7 +52,7 @@ def close(session: Session) -> None:
         session.recovery.join(LIMIT_S)
     output.end()
     session[Verifier].end(LIMIT_S)
-    ending.end(session, LIMIT_S)
+    departure.end(session, LIMIT_S)
 
 
 @dataclass
@@ -123,7 +123,7 @@ def clear(error: BaseException) -> None:
         atexit.unregister(function)
     _registered.clear()
     of_steps = (step_hooks, optimizer_registry, distributed_tensors, gradients, open_boundaries)
-    for room in (*of_steps, installing, async_saves):
+    for room in (*of_steps, installing, thread_collectives):
         room.forget()
     _empty_shared_states()
     _forget_modules()

@@ -22,7 +22,7 @@ from ttprun.capture.position import user_code
 from ttprun.capture.position.user_code import run
 from ttprun.protocol import standby_messages, to_rank
 from ttprun.protocol.channel import Channel
-from ttprun.rank.bootstrap import install, patches, preload
+from ttprun.rank.bootstrap import install, patch_table, preload
 
 WARM = (
     "torch",
@@ -62,7 +62,7 @@ def main() -> None:
                     channel.send(standby_messages.Ready(is_copyable()))
                 case standby_messages.Preload(follow=follow, loops=loops):
                     user_code.install(follow, loops)
-                    patches.apply_all(with_replay=True)  # before a package does `from torch import save`
+                    patch_table.apply_all(with_replay=True)  # before a package does `from torch import save`
                     notebook, plan = fds.pop(), fds.pop()
                     refused = preload.preload(plan, notebook)
                     channel.send(standby_messages.Ready(is_copyable(), refused))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
-from ttprun.introspect.after_import import is_overdue
+from ttprun.introspect.patching import is_overdue
 from ttprun.protocol.reason import Reason
 
 _LIBRARIES = (b"/libtorch_cpu.so", b"/libtorch.so", b"/libtorch_python.so")

@@ -28,7 +28,8 @@ from ttprun.groups import generations
 from ttprun.groups.journal import Journal
 from ttprun.groups.links import cut_all
 from ttprun.groups.process_group import groups_of
-from ttprun.introspect import moments
+from ttprun.introspect import fault_points
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
@@ -36,14 +37,12 @@ from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
 from ttprun.protocol.reason import Reason
-from ttprun.rank.framework import randomness, scheduler
-from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
-from ttprun.rank.framework.error_meanings import FORCE_STOP
+from ttprun.rank.framework import scheduler, step_ends
+from ttprun.rank.framework.codes import FORCE_STOP, RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import SAVE, Size
-from ttprun.rank.replay import freezing
+from ttprun.rank.replay import recovery_orders
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
-from ttprun.rank.session import Session
 from ttprun.tensors import state_transfer
 
 LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)
@@ -54,7 +53,7 @@ RECEIVES = (RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_RECV_REPAIR)
 class CallbackRecovery(Recovery):
     """Carries out the agent's orders by the callbacks of `framework`."""
 
-    def __init__(self, session: Session, framework: Framework) -> None:
+    def __init__(self, session: Rank, framework: Framework) -> None:
         super().__init__(session)
         self._framework = framework
         self._rebuilt_in = -1
@@ -128,12 +127,12 @@ class CallbackRecovery(Recovery):
 
     def _freeze(self, order: to_rank.Freeze) -> None:
         session, framework = self._session, self._framework
-        moments.reached("freeze")
+        fault_points.reached("freeze")
         framework.order_stop(order.repair_type)  # again, as the previous repair may just have released it
         session.board.announce(session.rank, Field.LEAVING, 0)
         session.hold(order.generation)
-        freezing.let_step_end(session, self._check_overtaken)
-        freezing.settle(session, order, self._check_overtaken)
+        recovery_orders.let_step_end(session, self._check_overtaken)
+        recovery_orders.settle(session, order, self._check_overtaken)
         framework.settled_in = session.generation
         why_not = self._why_not()
         if why_not:
@@ -215,7 +214,7 @@ class CallbackRecovery(Recovery):
         framework.repair_type = order.repair_type
         self._rebuild(order, fault_ranks=order.lost)
         size = _size_of(order.size)
-        moments.reached("transfer")
+        fault_points.reached("transfer")
         for part in order.parts:
             needs_rebuild = part.repair_type in REBUILDS
             info = asdict(part) | {"repair_type": part.repair_type.value}
@@ -232,7 +231,7 @@ class CallbackRecovery(Recovery):
     def _rebuild(self, order: mindio.Repair | mindio.Rollback, fault_ranks: list[int]) -> None:
         """Clean, connect the groups that all members have, and call the framework's rebuild handler."""
         session, framework = self._session, self._framework
-        moments.reached("rebuild")
+        fault_points.reached("rebuild")
         session.away = frozenset(order.size.away)
         if not framework.was_cleaned:
             with self._calling():
@@ -267,7 +266,7 @@ class CallbackRecovery(Recovery):
 
     def _save(self, order: mindio.Save) -> None:
         framework = self._framework
-        moments.reached("persist")
+        fault_points.reached("persist")
         if not framework.handlers.has(SAVE):
             raise NotRepairableError(
                 Reason("handler-missing", "no save_ckpt handler is registered, so nothing can be saved")
@@ -302,7 +301,7 @@ class CallbackRecovery(Recovery):
             self._rebuild(order, fault_ranks=[])
         with self._calling():
             framework.handlers.rollback(step, _size_of(order.size))
-        randomness.restore(session, step)
+        step_ends.restore(session, step)
         session.channel.send(from_rank.RankRebuilt(session.generation))
         framework.release(step)
         session.channel.send(from_rank.RankReissued(session.generation))

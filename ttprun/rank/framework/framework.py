@@ -15,23 +15,20 @@ from typing import Any
 
 from ttprun.device import accelerator
 from ttprun.device.device_errors import DeviceFault, in_one_line
-from ttprun.groups.entry import Entry
 from ttprun.groups.journal import REPORT_AFTER_S, Journal
+from ttprun.groups.operations import Entry
 from ttprun.groups.work import ManagedWork, Refused
-from ttprun.introspect import moments
+from ttprun.introspect import fault_points
+from ttprun.introspect.current_rank import JOINING, Rank, current
 from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.patience import Patience
-from ttprun.rank.context import JOINING
-from ttprun.rank.framework import randomness
-from ttprun.rank.framework.codes import Action, ReportState
-from ttprun.rank.framework.elastic import Elastic
-from ttprun.rank.framework.error_meanings import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable
-from ttprun.rank.framework.handlers import Handlers
-from ttprun.rank.framework.step_pauses import Pauses
+from ttprun.rank.framework import step_ends
+from ttprun.rank.framework.codes import ARF_FINISH, FORCE_STOP, STEP_FINISH, Action, ErrorTable, ReportState
+from ttprun.rank.framework.handlers import Elastic, Handlers
+from ttprun.rank.framework.step_ends import Pauses
 from ttprun.rank.replay.recovery import JoinsTraining
-from ttprun.rank.session import Session
-from ttprun.rank.step import for_standbys
+from ttprun.rank.step import step_hooks
 from ttprun.rank.step.commit_barrier import commit
 
 _LOOK_AGAIN_S = 0.1
@@ -64,7 +61,7 @@ class Framework:
     loaded_step    of a checkpoint that a repair handler has loaded; 0: none
     """
 
-    def __init__(self, session: Session, joins_at: int | None, reboot_type: str = "arf") -> None:
+    def __init__(self, session: Rank, joins_at: int | None, reboot_type: str = "arf") -> None:
         self._session = session
         self.joins_at = joins_at
         if joins_at is not None:
@@ -188,7 +185,7 @@ class Framework:
                     raise
                 entry.inner = Refused(error)  # its wait() waits for a recovery
             journal.entries.append(entry)
-        moments.reached("collective")
+        fault_points.reached("collective")
         return ManagedWork(journal, entry)
 
     # The optimizer's update.
@@ -200,17 +197,17 @@ class Framework:
         STOP) if a recovery has begun, and this rank need not finish the step.
         """
         session = self._session
-        moments.reached("before_step")
+        fault_points.reached("before_step")
         self.admit()
         accelerator.synchronize()  # a collective that fails late must not feed the update
         boundary = session.applied + 1
-        randomness.keep(session, boundary)
+        step_ends.keep(session, boundary)
         self._pauses.agree(boundary)
         session.board.announce(session.rank, Field.RECORDED, boundary)
         commit(session, boundary, self._leave_if_settled, _LOOK_AGAIN_S)
         self.is_torn = True
         session.touch(Phase.STEPPING)
-        moments.reached("in_step")
+        fault_points.reached("in_step")
 
     def _leave_if_settled(self) -> None:
         session = self._session
@@ -228,10 +225,10 @@ class Framework:
         if step <= session.applied:
             raise ValueError(f"tft_end_updating_os: step {step} is not after step {session.applied}")
         accelerator.synchronize()
-        moments.reached_step_end()
+        fault_points.reached_step_end()
         is_first = session.applied == 0
         if step != session.applied + 1:  # the framework has resumed from a checkpoint of its own
-            randomness.keep(session, step)
+            step_ends.keep(session, step)
         with session.changed:
             session.stand_at(step)
             self.is_torn = False
@@ -239,8 +236,8 @@ class Framework:
         session[Journal].forget_completed()
         session.touch(Phase.COMPUTING)
         if is_first:
-            for_standbys.report(session)
-        moments.reached("after_step")
+            step_hooks.report_imports(session)
+        fault_points.reached("after_step")
 
     # The train function.
 
@@ -290,7 +287,7 @@ class Framework:
         """
         session = self._session
         self.admit()
-        moments.reached("exit")
+        fault_points.reached("exit")
         board = session.board
         board.announce(session.rank, Field.LEAVING, 1)
         session.touch(Phase.FINISHED)
@@ -389,3 +386,18 @@ class Framework:
         if self.is_stopping:
             raise RuntimeError(f"{STEP_FINISH}. A recovery begins after step {self._session.applied} (ttprun)")
         self.admit()
+
+
+def has_framework() -> bool:
+    """Whether this process is a rank whose framework recovers by callbacks."""
+    session = current()
+    return session is not None and session.framework is not None
+
+
+def this_rank() -> tuple[Rank, Framework]:
+    """This rank's session and framework. Raises RuntimeError in any other process."""
+    session = current()
+    framework = session.framework if session is not None else None
+    if session is None or not isinstance(framework, Framework):
+        raise RuntimeError("mindio_ttp: this process is not a protected rank; start the script with: ttprun --mindio")
+    return session, framework

@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 from ttprun.protocol import mindio
 from ttprun.rank.framework.codes import RET_ERROR, RET_OK
-from ttprun.rank.framework.current import this_rank
+from ttprun.rank.framework.framework import this_rank
 
 ACTIONS: tuple[str, ...] = get_args(mindio.SchedulerAction)
 STRATEGIES: tuple[str, ...] = get_args(mindio.Wish)

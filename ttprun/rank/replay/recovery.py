@@ -1,9 +1,9 @@
 """A rank's part in a recovery, on a thread of its own, while the main thread waits.
 
 Begin with `Recovery.take`. The agent's orders are in `protocol/to_rank.py`: `Freeze` (a rank is lost: stop before the
-next commit, break the connections, report the boundary; freezing.py), `SendState` and `FetchState` (the repair),
-`LoadState` (from a snapshot), `Dump` (a checkpoint; all repairing.py), `Resume` (connect in the new generation and
-issue the journal again; resuming.py). A newer generation interrupts an older one at every wait.
+next commit, break the connections, report the boundary), `SendState` and `FetchState` (the repair), `LoadState` (from a
+snapshot), `Dump` (a checkpoint), `Resume` (connect in the new generation and issue the journal again); what is done for
+each: recovery_orders.py. A newer generation interrupts an older one at every wait.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import traceback
 from typing import NamedTuple
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.groups import generations, on_device
+from ttprun.groups import device_stop, generations
 from ttprun.groups.connection import Exchange, GenerationOverError
 from ttprun.groups.journal import REPORT_AFTER_S, Journal
 from ttprun.groups.links import abort_all, cut_all
 from ttprun.groups.process_group import living
-from ttprun.introspect import fail_open, moments
+from ttprun.introspect import fail_open, fault_points
+from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import from_rank, mindio, rank_events, to_rank
 from ttprun.protocol.channel import Message
 from ttprun.protocol.reason import Reason
-from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.process import heartbeat, held_signals
-from ttprun.rank.replay import freezing, repairing, resuming
+from ttprun.rank import heartbeat, held_signals
+from ttprun.rank.proof import Alignment
+from ttprun.rank.replay import recovery_orders
 from ttprun.rank.replay.replay_run import ReplayRun
-from ttprun.rank.session import Session
+from ttprun.rank.verification import Verifier
 from ttprun.tensors.mirror import Mirror
-from ttprun.tensors.snapshot_shares import SnapshotPart
+from ttprun.tensors.shares import SnapshotPart
 
 _DOING: dict[type, str] = {
     to_rank.Freeze: "stopped",
@@ -68,7 +68,7 @@ class OvertakenError(RuntimeError):
 class Recovery:
     """Reads the agent's messages and carries them out."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Rank) -> None:
         self._session = session
         self._orders: queue.Queue[Ordered | None] = queue.Queue()
         self._newest_generation = session.generation
@@ -198,12 +198,12 @@ class Recovery:
         except (OvertakenError, GenerationOverError):
             return
         except DeviceFailedError as error:
-            on_device.give_up_process(session, error)
+            device_stop.give_up_process(session, error)
         except Exception as error:
             if self._newest_generation > order.generation:
                 return
-            if session.framework is None and on_device.has_failed(session, error):
-                on_device.give_up_process(session, DeviceFailedError(str(error)))
+            if session.framework is None and device_stop.has_failed(session, error):
+                device_stop.give_up_process(session, DeviceFailedError(str(error)))
             is_refusal = isinstance(error, fail_open.NotRepairableError)
             if isinstance(order, _OF_CONNECTIONS) and isinstance(error, RuntimeError | OSError) and not is_refusal:
                 # These errors only mean that another rank is lost or a connection has broken.
@@ -221,24 +221,24 @@ class Recovery:
 
     def _carry_out(self, order: Ordered) -> None:
         session = self._session
-        on_device.enter(self._session)
+        device_stop.enter(self._session)
         match order:
             case to_rank.Freeze():
                 self._freeze(order)
             case to_rank.SendState():
-                repairing.send_state(session, order, self._check_overtaken)
+                recovery_orders.send_state(session, order, self._check_overtaken)
             case to_rank.FetchState():
-                repairing.fetch_state(session, order, self._check_overtaken)
+                recovery_orders.fetch_state(session, order, self._check_overtaken)
             case to_rank.SendGradients():
-                repairing.send_gradients(session, order, self._check_overtaken)
+                recovery_orders.send_gradients(session, order, self._check_overtaken)
             case to_rank.TakeGradients():
-                repairing.take_gradients(session, order, self._check_overtaken)
+                recovery_orders.take_gradients(session, order, self._check_overtaken)
             case to_rank.LoadMirror():
-                repairing.load_mirror(session, order)
+                recovery_orders.load_mirror(session, order)
             case to_rank.LoadState():
-                repairing.load_state(session, order)
+                recovery_orders.load_state(session, order)
             case to_rank.Dump():
-                repairing.dump(session, order)
+                recovery_orders.dump(session, order)
                 self._saved_in = order.generation
             case to_rank.Resume():
                 self._resume(order)
@@ -257,14 +257,14 @@ class Recovery:
             raise OvertakenError
 
     def _freeze(self, order: to_rank.Freeze) -> None:
-        freezing.freeze(self._session, order, self._check_overtaken)
+        recovery_orders.freeze(self._session, order, self._check_overtaken)
 
     def _resume(self, order: to_rank.Resume) -> None:
         session = self._session
         if order.generation == self._saved_in and held_signals.is_end_near():
             held_signals.note_saved()
-        moments.reached("rebuild")
+        fault_points.reached("rebuild")
         if isinstance(session.mode, ReplayRun):
-            resuming.go_live(session, session.mode, order)
+            recovery_orders.go_live(session, session.mode, order)
             return
-        resuming.resume(session, order, self._check_overtaken)
+        recovery_orders.resume(session, order, self._check_overtaken)

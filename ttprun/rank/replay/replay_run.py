@@ -18,32 +18,131 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.recorder import Recorder
+from ttprun.capture.replay.findings import Findings
 from ttprun.capture.replay.replay import Replay
-from ttprun.groups import apart
+from ttprun.groups import thread_collectives
 from ttprun.groups.operations import OPERATIONS, tensors_in
 from ttprun.groups.process_group import groups_of
 from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone
-from ttprun.introspect import moments
+from ttprun.introspect import fail_open, fault_points
+from ttprun.introspect.current_rank import Mode, Rank
+from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.reason import Reason
-from ttprun.rank.checks import proof
-from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
-from ttprun.rank.context import Mode
-from ttprun.rank.replay import loss_scaling
-from ttprun.rank.replay.step_proof import StepProof
-from ttprun.rank.session import Session
-from ttprun.tensors import gradients, mirror, open_boundaries, optimizer_registry
+from ttprun.rank import proof
+from ttprun.rank.proof import MismatchError, report_mismatch
+from ttprun.rank.step import special_steps
+from ttprun.tensors import gradients, mirror, open_boundaries, optimizer_registry, replicated
+from ttprun.tensors.gradients import GRADIENT
 from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.mirror_slots import Stored
 from ttprun.tensors.post_step_weights import KeptWeights
 
 if TYPE_CHECKING:
     import torch
 
-    from ttprun.groups.entry import Entry
+    from ttprun.groups.operations import Entry
+
+# The step of an optimizer is proved, too, where the lost rank alone held its part of the state.
+#
+# Nobody holds the same as such a rank, so nothing would show if the replacement's steps were others than its own:
+# code of a library may keep what Python does not see (a running product of an Adam in C++). So the replacement takes
+# the rank's last step again, from the mirror of the boundary before, and compares all of the result with what the
+# rank had mirrored after it. Only then does it load that. If all ranks have gone back there is nothing to compare
+# with: unless it is one of torch's own, the optimizer's step is named as not proved. Begin with `StepProof.end`.
+
+STEP = "the step of its optimizer"
+_ROUNDING = 4096  # units in the last place of the largest element, as between losses (evidence.is_close)
+
+
+class StepProof:
+    """Of one replay.
+
+    step_from   slot of the mirror with what the last step began with; "": there is none
+    result      slot with the state after it; "": there is none
+    """
+
+    def __init__(self, step_from: str, result: str) -> None:
+        self._step_from = step_from
+        self._result = result
+        self._why_not = "" if step_from and result else "there is no mirror of the step before, or of what it gave"
+        self._is_known = False  # an optimizer of torch, which keeps nothing beside its state
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step to the boundary is about to be taken in the replay: let it begin with what the lost rank's did."""
+        self._is_known = type(optimizer).__module__.startswith("torch.optim.")
+        if self._why_not:
+            return
+        try:
+            mirror.load_step(self._step_from, optimizer)
+        except Exception as error:
+            self._give_up(error)
+
+    def end(self, boundary: int, findings: Findings) -> Reason:
+        """The step has been taken, and nothing else was loaded: compare; returns why the replay is to be refused."""
+        difference = ""
+        if not self._why_not:
+            try:
+                difference = _difference(Stored(self._result))
+            except Exception as error:
+                self._give_up(error)
+        if self._why_not and not self._is_known:
+            findings.not_proved.append(f"{STEP}: {self._why_not}")
+        elif self._why_not:
+            pass
+        elif not difference:
+            findings.equal.append(f"the step of the optimizer to boundary {boundary}, taken again from the mirror")
+        elif difference == TO_ROUNDING:
+            findings.not_proved.append(
+                f"{STEP}: taken again, it gives the lost rank's state to rounding, and not bit for bit, so it depends "
+                "on something that is in no record (a library's own code may keep it)"
+            )
+        else:
+            return Reason(
+                "hidden-state",
+                f"the step of the optimizer to boundary {boundary}, taken again from the mirror, does not give what it "
+                f"gave in the lost rank ({difference} differs), so it depends on something that is in no record",
+            )
+        return Reason()
+
+    def _give_up(self, error: Exception) -> None:
+        fail_open.raise_if_meant(error)
+        self._why_not = f"it cannot be taken again from the mirror ({error})"
+
+
+TO_ROUNDING = "to rounding"
+
+
+def _difference(stored: Stored) -> str:
+    """Which tensor is other than in a slot; TO_ROUNDING if all that differ do so by rounding, "" if none differs."""
+    difference = ""
+    parts = [part for part in replicated.describe()[1] if not part.is_gradient]
+    places = {key: at for key, at in zip(stored.keys, stored.state, strict=True) if not key.endswith(f"/{GRADIENT}")}
+    if [part.key for part in parts] != list(places):
+        return "what the optimizer keeps"
+    for part in parts:
+        theirs = stored.tensor(part.tensor, places[part.key])
+        if bytes_of(part.tensor) == bytes_of(theirs):
+            continue
+        if not _is_close(part.tensor, theirs):
+            return part.key
+        difference = TO_ROUNDING
+    return difference
+
+
+def _is_close(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if not tensor.dtype.is_floating_point:
+        return False
+    here, there = tensor.detach().double().cpu(), other.double()
+    largest = float(torch.maximum(here.abs().max(), there.abs().max()))
+    return bool(((here - there).abs() <= _ROUNDING * torch.finfo(tensor.dtype).eps * largest).all())
+
 
 _MOST_NAMED = 4  # hyperparameters
 SET_VARIABLES = "a replay sets the variables where it jumps into a loop"  # among the origins: see `end_by_error`
@@ -69,7 +168,7 @@ class ReplayRun(Replay, Mode):
     is_contradicted = False
     refused = MismatchError
 
-    def __init__(self, session: Session, target: Record, before: Record | None, answers: Answers) -> None:
+    def __init__(self, session: Rank, target: Record, before: Record | None, answers: Answers) -> None:
         """A replay up to the record `target`, which first reaches the place of `before` (None: from the top)."""
         self.session = session
         super().__init__(session, optimizer_registry, target, before, session.options.is_strict)
@@ -81,7 +180,7 @@ class ReplayRun(Replay, Mode):
         self._answers = answers
 
     @classmethod
-    def of_lost(cls, session: Session, number: int) -> ReplayRun:
+    def of_lost(cls, session: Rank, number: int) -> ReplayRun:
         """The replay of a lost rank's recorder.
 
         number   the boundary up to which the script is replayed
@@ -180,7 +279,7 @@ class ReplayRun(Replay, Mode):
 
         returns   as in Mode: a collective step is taken with the other ranks
         """
-        loss_scaling.take_over(optimizer)
+        special_steps.take_over(optimizer)
         if self.is_at_target and open_boundaries.is_in_backward():  # after a forward pass with the set-up's weights
             self.refuse(
                 Reason(
@@ -246,7 +345,7 @@ class ReplayRun(Replay, Mode):
             for group in groups_of(session):
                 group.count_as(made)
             session.made.by_ranks = Counter(made)
-        moments.reached("replay")
+        fault_points.reached("replay")
         self.findings.report()
         session.channel.send(from_rank.RankReplayed(session.generation, self.boundary, self.setup_s))
         self.live.wait()  # until the recovery thread sets it; at its deadline the agent kills this process
@@ -264,7 +363,7 @@ class ReplayRun(Replay, Mode):
         if not is_before_step:
             session.row[Field.STEPPED] = self.boundary
             session[KeptWeights].note(self.boundary)
-        apart.Replayed.boundary, apart.Replayed.answer = self.boundary, self._answer_late
+        thread_collectives.Replayed.boundary, thread_collectives.Replayed.answer = self.boundary, self._answer_late
         session.go_live()
         self._is_over.set()
         session.take_part()
@@ -285,5 +384,5 @@ class ReplayRun(Replay, Mode):
         report_mismatch(self.session.channel, self.session.generation, reason, is_contradiction)
 
 
-def _origins_of(session: Session) -> set[str]:
+def _origins_of(session: Rank) -> set[str]:
     return {place for place, _ in Effects(session[Recorder]).drawn()}

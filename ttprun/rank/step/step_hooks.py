@@ -13,6 +13,7 @@ step's collectives, too, and a replacement takes the step with the others, from 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from functools import partial
 from types import FrameType
@@ -22,36 +23,36 @@ import torch
 
 from ttprun.capture import values
 from ttprun.capture.effects.effects import Effects
+from ttprun.capture.position import user_code
 from ttprun.capture.position.liveness import are_read_after
 from ttprun.device import accelerator
+from ttprun.groups import device_link
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
-from ttprun.groups.transports import late
 from ttprun.introspect import costs as costs_of
-from ttprun.introspect import fail_open, moments, signal_handlers
+from ttprun.introspect import fail_open, fault_points, signal_handlers
+from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.frames import variables_of
-from ttprun.introspect.unseen import unseen
-from ttprun.protocol import from_rank
+from ttprun.introspect.tensor_bytes import unseen
+from ttprun.protocol import from_rank, standby_messages
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.reason import Reason
-from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.replay_guard import report_mismatch
-from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.session import Session, current
-from ttprun.rank.step import closures, for_standbys, hindrances, pending
-from ttprun.rank.step.commit_barrier import commit
-from ttprun.rank.step.record import write_record
+from ttprun.rank.proof import Alignment, report_mismatch
+from ttprun.rank.step import special_steps
+from ttprun.rank.step.commit_barrier import commit, wait_for_all
+from ttprun.rank.step.record import look_without_group, write_record
 from ttprun.rank.step.stages import Stage
+from ttprun.rank.verification import Verifier
 from ttprun.tensors import gradients, optimizer_registry, replicated
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.snapshot_shares import SnapshotPart
+from ttprun.tensors.shares import SnapshotPart
 
 _running: torch.optim.Optimizer | None = None
 _boundary = 0  # to which the running step leads
-_closure: closures.ClosureWatch | None = None  # of the running step
+_closure: special_steps.ClosureWatch | None = None  # of the running step
 _AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(len).__code__  # torch's wrapper of `step`: it calls the hooks
 signal_handlers.Now.around_steps = _AROUND_STEPS
 _NOTES_LIMIT_S = 1.0
@@ -84,7 +85,7 @@ def forget() -> None:
 
 def before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> closures.Arguments | None:
+) -> special_steps.Arguments | None:
     """The last pre-hook of Optimizer.step; its result, if any, replaces the arguments.
 
     args, kwargs   of the call, the optimizer first
@@ -97,8 +98,10 @@ def before_step(
     _running = optimizer
     signal_handlers.Now.is_stepping = False  # the step before may have failed
     frame = fail_open.caller()
-    _closure = closures.ClosureWatch(partial(_end_closure, session, optimizer), partial(_refuse_second_call, session))
-    watched = closures.watch(optimizer, args, kwargs, _closure)
+    _closure = special_steps.ClosureWatch(
+        partial(_end_closure, session, optimizer), partial(_refuse_second_call, session)
+    )
+    watched = special_steps.watch(optimizer, args, kwargs, _closure)
     if watched is None:
         _closure = None
         _begin_step(session, optimizer, frame)
@@ -117,12 +120,12 @@ def _is_inside_another(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _end_closure(session: Session, optimizer: torch.optim.Optimizer, returned: Any) -> Any:
+def _end_closure(session: Rank, optimizer: torch.optim.Optimizer, returned: Any) -> Any:
     """The closure has ended for the first time: the weights change from here on. Returns the closure's result."""
     return _begin_step(session, optimizer, sys._getframe(2), returned)
 
 
-def _refuse_second_call(session: Session) -> None:
+def _refuse_second_call(session: Rank) -> None:
     session.give_up_protection(
         Reason(
             "closure-called-twice",
@@ -133,7 +136,7 @@ def _refuse_second_call(session: Session) -> None:
 
 
 @unseen
-def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None) -> Any:
+def _begin_step(session: Rank, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None) -> Any:
     """The optimizer is about to change weights: record the boundary, and commit it.
 
     frame      the innermost frame of the script, or one called by it
@@ -162,7 +165,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         act(step)
     if since:
         costs.add_rest(costs_of.CHECKS, since, (costs_of.RECORD, costs_of.COMMIT))
-    moments.reached("in_step")
+    fault_points.reached("in_step")
     return returned
 
 
@@ -178,9 +181,7 @@ class _Step:
 
     __slots__ = ("boundary", "frame", "has_looked", "is_recorded", "optimizer", "returned", "session")
 
-    def __init__(
-        self, session: Session, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None
-    ) -> None:
+    def __init__(self, session: Rank, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None) -> None:
         self.session = session
         self.optimizer = optimizer
         self.frame = frame
@@ -191,9 +192,9 @@ class _Step:
 
 
 def _strike(_: _Step) -> None:
-    if moments.listener is not None:  # a fault at a random moment hardly ever comes just before the notes have
-        late.stop_looking(_NOTES_LIMIT_S)
-    moments.reached("before_step")
+    if fault_points.listener is not None:  # a fault at a random moment hardly ever comes just before the notes have
+        device_link.stop_looking(_NOTES_LIMIT_S)
+    fault_points.reached("before_step")
 
 
 def _refuse(step: _Step) -> None:
@@ -210,11 +211,11 @@ def _refuse(step: _Step) -> None:
 
 def _look_for_group(step: _Step) -> None:
     if not step.session.made.living:
-        hindrances.look_without_group(step.session)
+        look_without_group(step.session)
 
 
 def _wait_for_operations(step: _Step) -> None:
-    pending.wait_for_all(step.session, step.boundary)
+    wait_for_all(step.session, step.boundary)
 
 
 def _check_given_results(step: _Step) -> None:
@@ -380,10 +381,10 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     if since:
         costs.add(costs_of.COPIES, since)
         _report_cost(session)
-    moments.reached("after_step")
+    fault_points.reached("after_step")
 
 
-def _report_cost(session: Session) -> None:
+def _report_cost(session: Rank) -> None:
     """Say once, for the rank that speaks for all, that protection takes more than its budget."""
     if session.rank or session.is_over_budget:
         return
@@ -394,7 +395,7 @@ def _report_cost(session: Session) -> None:
 
 
 def _end_update(step: _Step) -> None:
-    moments.reached_step_end()
+    fault_points.reached_step_end()
     step.session.updates.end()
 
 
@@ -452,7 +453,7 @@ def _end_step(step: _Step) -> None:
         session.has_stepped = True
         Effects.end_set_up()
         _look_at_state(session)
-        for_standbys.report(session)
+        report_imports(session)
         if not session.unprotected:
             session.parts[SnapshotPart].report_size(session.channel)
 
@@ -483,7 +484,7 @@ END: tuple[Stage[_Step], ...] = (
 )
 
 
-def _look_at_state(session: Session) -> None:
+def _look_at_state(session: Rank) -> None:
     """After the first step, in which optimizers make their state: check that another rank could load it."""
     if session.is_recorded():
         try:
@@ -491,3 +492,12 @@ def _look_at_state(session: Session) -> None:
         except fail_open.NotRepairableError as error:
             reason = Reason.of(error, "state-unreadable")
             session.give_up_protection(reason.within(f"{reason}, and another rank cannot load that"))
+
+
+def report_imports(session: Rank) -> None:
+    """Report once, after the first step, what this rank has imported."""
+    if session.local_rank == 0:
+        modules = [name for name in sys.modules if name.startswith("torch.")]
+        session.channel.send(standby_messages.WarmUp(modules, list(user_code.followed)))
+    if session.framework is None:
+        session.channel.send(standby_messages.Imported(user_code.modules(), os.getcwd()))

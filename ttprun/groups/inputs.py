@@ -1,0 +1,499 @@
+"""Inputs that the journal need not copy: gradients in the buckets of DDP, and shards that FSDP2 gathers.
+
+Either can be made again from what does not change before the step. Begin with `Buckets.hold` and `Gathers.hold`.
+"""
+
+from __future__ import annotations
+
+import cmath
+import ctypes
+import weakref
+from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import attrgetter, is_, methodcaller
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ttprun.groups.journal import Journal
+from ttprun.groups.operations import Input, with_tensors_replaced
+from ttprun.introspect.fail_open import NotRepairableError
+from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.protocol.reason import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ttprun.groups.operations import Entry
+
+# Inputs that the journal need not copy: the gradients in the buckets of DistributedDataParallel.
+#
+# DDP copies each gradient, divided by the number of ranks, into a flat bucket, which is reduced in place. Until its
+# last bucket is done the gradients themselves do not change, so a bucket's input can be computed from them again.
+# From then on, until the next backward pass, the bucket holds the result: a rank that has it broadcasts it, and
+# nothing is issued again. Either way no copy is needed, and copies would be most of what protection costs a step.
+#
+# The layout of the buckets is in DDP's own log, or follows from the parameters' sizes. It is compared with the
+# journal's copies for some steps before it is trusted; other uses of DDP (hooks, views, parameters without a
+# gradient) get copies. An input that is computed again is compared with what was noted of it. NaNs are looked for in
+# the gradients, during the reduction. Begin with `Buckets.hold`.
+
+# Smaller buckets are copied: that takes less time than to note their content.
+FROM_BYTES = 256 << 10
+FROM_BYTES_A_GRADIENT = 32 << 10  # on average
+TRUSTED_AFTER = 3  # steps
+SAMPLES = 128
+# Steps for which DDP's log is read; it has the buckets' layout from the third one on.
+_LOOKS = 16
+_WORD_BYTES = 8
+_GRADIENT, _HOOKS, _VERSION = map(attrgetter, ("grad", "_post_accumulate_grad_hooks", "_version"))
+Noted = tuple[list[int], bytes | torch.Tensor]
+
+
+@dataclass
+class BucketInput(Input):
+    """An input that DDP has made of gradients, in the memory in which the result comes.
+
+    bucket    that held it
+    flat      the bucket's tensor: input and result of the operation
+    noted     samples of the input, and the gradients' version counters
+    version   of the tensor when it was issued; changes when DDP writes the bucket again
+    """
+
+    bucket: Bucket
+    flat: torch.Tensor
+    noted: Noted
+    version: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the bucket still holds this operation's result, once that has completed."""
+        return self.flat._version == self.version
+
+    @property
+    def is_last(self) -> bool:
+        """Whether DDP reduces its bucket last."""
+        return self.bucket.is_last
+
+    def put_back(self, own: Sequence[torch.Tensor]) -> None:
+        """Compute it from the gradients again. Raises NotRepairableError if it differs from what was noted."""
+        if not (self.bucket.fill(self.flat) and _are_same(self.bucket.note(self.flat), self.noted)):
+            raise NotRepairableError(
+                Reason("input-lost", "a gradient was changed after its all-reduce, whose input is therefore lost")
+            )
+        self.version = self.flat._version
+
+    def made_again(self) -> Sequence[torch.Tensor]:
+        """Raises NotRepairableError: gradients may have changed since."""
+        raise NotRepairableError(Reason("input-lost", "no rank still has the input or the result of an all-reduce"))
+
+    def count_nans(self) -> str:
+        """ "3 of 8 elements" if the input has NaN, else "".
+
+        For the backward pass, until whose end the gradients are what the bucket was made of.
+        """
+        # None after an interrupted backward pass, if the script has dropped its gradients.
+        gradients = [gradient for gradient in self.bucket.gradients() if gradient is not None]
+        # The sum over infinities of both signs is NaN too, so count.
+        if not cmath.isnan(sum([gradient.sum().item() for gradient in gradients])):
+            return ""
+        count = sum([int(gradient.isnan().sum()) for gradient in gradients])
+        return f"{count} of {self.flat.numel()} elements" if count else ""
+
+
+class Bucket:
+    """The layout of some parameters' gradients in one flat tensor.
+
+    size_bytes  of its tensor
+    agreed      steps in which the tensor had this content
+    is_refused  it had not, or cannot be trusted for another reason
+    is_used     it has been reduced since the newest boundary
+    is_last     DDP reduces it last in each backward pass
+    pointer     address of its tensor; 0 if not known yet
+    """
+
+    def __init__(self, model: Any, parameters: list[torch.Tensor], world_size: int) -> None:
+        self._parameters = parameters
+        self._model = weakref.ref(model, lambda _: parameters.clear())  # do not keep them alive
+        self._factor = 1.0 / world_size
+        self.size_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.agreed = 0
+        self.is_refused = False
+        self.is_used = False
+        self.is_last = True
+        self.pointer = 0
+        self._sampled = memoryview(b"")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its model still exists."""
+        return self._model() is not None
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it takes less time to note its content than to copy it."""
+        return self.size_bytes >= max(FROM_BYTES, FROM_BYTES_A_GRADIENT * len(self._parameters))
+
+    def set_tensor(self, flat: torch.Tensor) -> None:
+        """`flat` is its tensor from now on: DDP keeps it as long as the model.
+
+        flat   [n]  n = elements of all its parameters, of their dtype, any device
+        """
+        self.pointer = flat.data_ptr()
+        if not flat.is_cpu:
+            return
+        self._sampled = words_of(flat, SAMPLES)
+
+    def gradients(self) -> list[Any]:
+        """Each parameter's gradient, or None."""
+        return list(map(_GRADIENT, self._parameters))
+
+    def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """(gradient, its view of `flat`), each of the parameter's shape; None if one of them is unknown.
+
+        flat   [n]  as for `set_tensor`; another dtype than a gradient's makes that unknown
+        """
+        parts, at = [], 0
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype != flat.dtype or not _is_dense(parameter, gradient):
+                return None
+            parts.append((gradient.detach(), flat.as_strided(parameter.size(), parameter.stride(), at)))
+            at += parameter.numel()
+        return parts if self.is_alive else None
+
+    def fill(self, flat: torch.Tensor) -> bool:
+        """Write all gradients as DDP does; False if one is unknown.
+
+        flat   [n]  as for `set_tensor`; gets the gradients divided by the number of ranks
+        """
+        parts = self.parts(flat)
+        with torch.no_grad():
+            for gradient, place in parts or ():
+                torch.mul(gradient, self._factor, out=place)
+        return parts is not None
+
+    def is_in(self, flat: torch.Tensor) -> bool:
+        """Whether `flat` has the content that `fill` would write."""
+        parts = self.parts(flat)
+        return parts is not None and all(torch.equal(gradient * self._factor, place) for gradient, place in parts)
+
+    def note(self, flat: torch.Tensor) -> Noted:
+        """The gradients' version counters, and samples of its tensor `flat`.
+
+        No gradient may be None. Calls no operation of torch on the CPU: one would take as long as all of this, before
+        the reduction begins. On a device the samples stay there, as the CPU does not wait for it here.
+        """
+        versions = list(map(_VERSION, self.gradients()))
+        if flat.is_cpu:
+            return versions, self._sampled.tobytes()
+        return versions, flat.detach()[:: max(1, flat.numel() // SAMPLES)].clone()
+
+    def may_be_held(self) -> bool:
+        """Whether its input need not be copied, now that it is about to be reduced."""
+        model = self._model()
+        if self.is_refused or self.agreed < TRUSTED_AFTER or model is None or not is_plain(model):
+            return False
+        # A post-accumulate hook may change a gradient after DDP has copied it.
+        return not (any(map(_HOOKS, self._parameters)) or any(map(is_, self.gradients(), repeat(None))))
+
+
+def words_of(flat: torch.Tensor, most: int) -> memoryview:
+    """Some `most` words of a contiguous tensor on the CPU, in its memory; of a very small one, all of its bytes."""
+    words: Any = (ctypes.c_uint64 * (flat.nbytes // _WORD_BYTES)).from_address(flat.data_ptr())
+    if not len(words):
+        return memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()))
+    return memoryview(words).cast("B").cast("Q")[:: max(1, len(words) // most)]
+
+
+def _are_same(here: Noted, there: Noted) -> bool:
+    """Whether two notes are equal, bit for bit."""
+    samples = [bytes_of(note) if isinstance(note, torch.Tensor) else note for note in (here[1], there[1])]
+    return here[0] == there[0] and samples[0] == samples[1]
+
+
+def _is_dense(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether the gradient has its parameter's strides in the bucket."""
+    if gradient.layout is not torch.strided:
+        return False
+    return parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+
+
+def is_plain(model: Any) -> bool:
+    """Whether DDP copies each gradient into a bucket, and reduces that."""
+    return not (
+        model.static_graph
+        or getattr(model, "skip_all_reduce_unused_params", False)
+        or model.gradient_as_bucket_view
+        or model.mixed_precision is not None
+        or model._comm_hooks
+    )
+
+
+def _layout_of(model: Any) -> list[list[torch.Tensor]]:
+    """The parameters of each bucket, by DDP's log, or as DDP forms them at first: with unused ones they stay so."""
+    parameters, are_sparse = model._build_params_for_reducer()
+    if model.find_unused_parameters:
+        ddp: Any = dist
+        limits = [ddp._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap]
+        rows, _ = ddp._compute_bucket_assignment_by_size(parameters, limits, are_sparse)
+        return [[parameters[index] for index in row] for row in reversed(rows)]
+    indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    return [[parameters[int(word)] for word in words.split()] for words in indices.split(",") if words]
+
+
+def buckets_of(model: Any, world_size: int) -> list[Bucket]:
+    """The buckets; [] if they are not known (yet). Not during a backward pass, which locks DDP's log."""
+    try:
+        rows = _layout_of(model)
+    except (AttributeError, IndexError, TypeError, ValueError):  # another version of torch
+        return []
+    buckets = [Bucket(model, row, world_size) for row in rows]
+    for bucket in buckets[:-1]:
+        bucket.is_last = False
+    return [bucket for bucket in buckets if bucket.is_worth_it]
+
+
+class Buckets:
+    """The buckets of the DDP models over one process group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.ref(group)
+        self._buckets: list[Bucket] = []
+        self._held: list[tuple[Entry, BucketInput]] = []  # since the newest boundary
+        self._unseen: list[Entry] = []  # not yet searched for NaN
+        self._is_to_look = False  # an input was in no known bucket
+        self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def hold(self, entry: Entry) -> bool:
+        """Note the input of an operation before it is issued; False if it must be copied."""
+        if not self._buckets or entry.op != "allreduce" or len(entry.outputs) != 1:
+            return False
+        flat = entry.outputs[0]
+        if flat.layout is not torch.strided:
+            return False
+        # A tensor in the memory of a known bucket is that bucket, reduced by the operation that was compared.
+        bucket = self._find(flat)
+        if bucket is None or not bucket.may_be_held():
+            return False
+        if bucket.is_used:  # a second reduction overwrites the first one's result
+            bucket.is_refused = True
+            return False
+        bucket.is_used = True
+        entry.input = given = BucketInput(bucket, flat, bucket.note(flat), flat._version)
+        self._held.append((entry, given))
+        return True
+
+    def keep_results(self) -> None:
+        """The step was left out: copy what the next backward pass overwrites, if the journal has room for it.
+
+        Without a boundary in between, a replacement needs the results of both passes.
+        """
+        group = self._group()
+        if group is None:
+            return
+        for entry, given in self._held:
+            if entry.is_done and given.is_kept and group.session[Journal].reserve(entry, given.flat.nbytes):
+                copy = given.flat.clone()
+                entry.args = with_tensors_replaced(entry.args, {id(given.flat): copy})
+                entry.outputs = [copy]
+                entry.input = replace(given, flat=copy, version=copy._version)
+                given.bucket.is_used = False
+        self._held = [(entry, given) for entry, given in self._held if entry.input is given]
+
+    def compare(self, entry: Entry) -> None:
+        """The input of an operation has been copied: find out whether it is a bucket's."""
+        flat = _reduced(entry)
+        if flat is None:
+            return
+        bucket = self._find(flat) if self._buckets else None
+        candidates = [bucket] if bucket is not None else [bucket for bucket in self._buckets if not bucket.pointer]
+        likely = [bucket for bucket in candidates if bucket.size_bytes == flat.nbytes and not bucket.is_refused]
+        self._is_to_look = self._is_to_look or not likely
+        if not likely or bool(flat.isnan().any()):  # nothing equals NaN
+            return
+        match = next((bucket for bucket in likely if bucket.is_in(flat)), None)
+        if match is None:
+            for bucket in likely:
+                bucket.is_refused = True
+            return
+        match.set_tensor(flat)
+        match.is_refused = match.is_used or match.agreed >= TRUSTED_AFTER  # trusted, and yet `hold` has refused it
+        match.is_used = True
+        match.agreed += 1
+
+    def look_for_nan(self, entry: Entry) -> None:
+        """Note whether the input of an issued operation has a NaN.
+
+        That of a bucket is postponed until the last one: before that all ranks wait for this thread's computation, and
+        after it the thread is idle. The gradients do not change meanwhile.
+        """
+        self._unseen.append(entry)
+        if entry.input.is_last:
+            for unseen in self._unseen:
+                unseen.nan = unseen.input.count_nans()
+            self._unseen.clear()
+
+    def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """As Bucket.parts; [] if `flat` is not a known bucket's."""
+        bucket = self._find(flat)
+        return [] if bucket is None else bucket.parts(flat) or []
+
+    def end_step(self) -> None:
+        """The step is committed, nothing of it will be issued again. Not called during a backward pass."""
+        for _, given in self._held:
+            if not given.is_kept:
+                given.bucket.is_refused = True
+        self._held.clear()
+        self._unseen.clear()
+        for bucket in self._buckets:
+            bucket.is_used = False
+        if self._is_to_look:
+            self._is_to_look = False
+            group: Any = self._group()
+            for model in group.session.observers.wrapped_models():
+                if model.process_group is group and self._looks.get(model, 0) < _LOOKS:
+                    self._look_at(model)
+
+    def _look_at(self, model: Any) -> None:
+        if not (is_plain(model) and (model._has_rebuilt_buckets or model.find_unused_parameters)):
+            return
+        buckets = buckets_of(model, model.process_group.size())
+        self._buckets = [bucket for bucket in self._buckets if bucket.is_alive] + buckets
+        self._looks[model] = _LOOKS if buckets else self._looks.get(model, 0) + 1
+
+    def _find(self, flat: torch.Tensor) -> Bucket | None:
+        pointer, size_bytes = flat.data_ptr(), flat.nbytes
+        for bucket in self._buckets:
+            if bucket.pointer == pointer and bucket.size_bytes == size_bytes:
+                return bucket
+        return None
+
+
+def _reduced(entry: Entry) -> torch.Tensor | None:
+    """The tensor of an operation that may be the reduction of a bucket."""
+    if entry.op != "allreduce" or len(entry.outputs) != 1 or len(entry.args) != 2:
+        return None
+    flat = entry.outputs[0]
+    if flat.layout is not torch.strided:
+        return None
+    is_flat = flat.nbytes >= FROM_BYTES and flat.dim() == 1 and flat.is_contiguous()
+    return flat if is_flat and entry.args[1].reduceOp == dist.ReduceOp.SUM else None
+
+
+# Inputs of FSDP2's all-gathers that need no copy: the shards they are made of stay as they are until the step.
+#
+# An input lies in the memory of the gathered parameters, which FSDP2 frees soon, so it cannot be kept itself. Nothing
+# writes to the shards before the optimizer steps, and the commit empties the journal before that. A script that does
+# write to them is seen: by copies of whole inputs in its first steps and then in turns, and by samples in each step,
+# as torch counts no version of a sharded parameter's memory. Its inputs are copied from then on; a fault in the very
+# step in which it is first seen is not repaired from these. Begin with `Gathers.hold`.
+
+_SAMPLES = 32  # of each shard
+_LOOKS_EVERY = 64  # steps from one whole look at a shard to the next
+_SHARD, _POINTER, _BYTES = attrgetter("_sharded_param_data"), methodcaller("data_ptr"), methodcaller("tobytes")
+
+
+class Shards:
+    """This rank's shards of the parameters that FSDP2 gathers together.
+
+    held        flat, one of each parameter
+    offset      so that whole looks at different shards come in different steps
+    agreed      steps in which inputs were made of these, which nobody had changed when the optimizer stepped
+    is_refused  inputs are made of something else, or the script changes the shards
+    """
+
+    def __init__(self, shards: list[torch.Tensor], offset: int) -> None:
+        self.held = shards
+        self.agreed = 0
+        self._offset = offset
+        # Other classes may gather what they like.
+        self.is_refused = not all(
+            type(shard) is torch.Tensor and shard.is_cpu and shard.is_contiguous() for shard in shards
+        )
+        self._pointers = list(map(_POINTER, shards))
+        self._sampled = [] if self.is_refused else [words_of(shard, _SAMPLES) for shard in shards]
+
+    @property
+    def is_to_look_at(self) -> bool:
+        """Whether inputs are copied in this step, to be compared as a whole."""
+        return self.agreed < TRUSTED_AFTER or (self.agreed + self._offset) % _LOOKS_EVERY == 0
+
+    def note(self) -> bytes:
+        """Samples of them; b"" if their memory is another now."""
+        return b"".join(map(_BYTES, self._sampled)) if list(map(_POINTER, self.held)) == self._pointers else b""
+
+    def joined(self, dtype: torch.dtype) -> torch.Tensor:
+        """[n] An input as FSDP2 makes it, on the CPU; n = elements of all shards."""
+        sizes = [shard.numel() for shard in self.held]
+        with torch.inference_mode(False), torch.no_grad():
+            joined = torch.empty(sum(sizes), dtype=dtype, device="cpu")
+            torch._foreach_copy_(torch.split_with_sizes(joined, sizes), self.held)
+        return joined
+
+    def are_in(self, given: torch.Tensor) -> bool:
+        """Whether an input is made of these."""
+        size = sum(shard.numel() for shard in self.held)
+        return given.shape == (size,) and torch.equal(self.joined(given.dtype), given)
+
+
+@dataclass
+class GatheredInput(Input):
+    """An input that FSDP2 has made of shards. Its result is freed; gloo writes that when it has all of the input.
+
+    dtype   of the input
+    noted   samples of the shards when it was issued
+    """
+
+    shards: Shards
+    dtype: torch.dtype
+    noted: bytes
+
+    def made_again(self) -> Sequence[torch.Tensor]:
+        """The input once more. Raises NotRepairableError if the script has changed the shards."""
+        if self.shards.note() != self.noted:
+            raise NotRepairableError(
+                Reason("input-lost", "a parameter was changed after it was gathered: what it was is therefore lost")
+            )
+        return [self.shards.joined(self.dtype)]
+
+
+class Gathers:
+    """What FSDP2 gathers over one process group."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Any, Shards] = weakref.WeakKeyDictionary()  # by the first parameter
+        self._noted: list[tuple[Entry, Shards, bytes]] = []  # since the newest boundary, also of those that are copied
+
+    def hold(self, entry: Entry, given: torch.Tensor, parameters: Sequence[Any]) -> None:
+        """Note an all-gather's input before it is issued, if it need not be copied.
+
+        given        [n]  the input, any dtype, on the CPU
+        parameters   of FSDP2's class for these, of whose shards it is to be made
+        """
+        try:
+            own = list(map(_SHARD, parameters))
+            shards = self._known.get(parameters[0])
+            if shards is None or len(own) != len(shards.held) or not all(map(is_, own, shards.held)):
+                shards = self._known[parameters[0]] = Shards(own, len(self._known))
+        except (AttributeError, IndexError, TypeError):  # another version of torch
+            return
+        if shards.is_refused:
+            return
+        noted = shards.note()
+        shards.is_refused = not noted
+        self._noted.append((entry, shards, noted))
+        if not (shards.is_refused or shards.is_to_look_at):
+            entry.input = GatheredInput(shards, given.dtype, noted)
+
+    def end_step(self) -> None:
+        """The step is committed, nothing of it will be issued again."""
+        now = {shards: shards.note() for _, shards, _ in self._noted}
+        for entry, shards, noted in self._noted:
+            is_same = now[shards] == noted
+            is_same = is_same and all(map(shards.are_in, entry.input.tensors))
+            shards.is_refused = shards.is_refused or not is_same
+        for shards in now:
+            shards.agreed += 1
+        self._noted.clear()

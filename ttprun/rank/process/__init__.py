@@ -1,1 +1,0 @@
-"""The process: signals, memory, heartbeat, stack, random states."""
