@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.agent.encoded import EncodedWire
 from tests.agent.starting import LIMIT_S, start_of
 from tests.options import OPTIONS
-from ttprun.agent.node import stack_dumps
+from ttprun.agent.node import group, stack_dumps
 from ttprun.agent.node.rank_processes import RankHandler, Standby, StandbyCopy, StandbyHandler, kill_session
 from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Resume, Welcome
+
+
+@pytest.fixture(autouse=True)
+def encode_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's own node and what is decided there know each other by messages alone."""
+    monkeypatch.setattr(group, "Wire", EncodedWire)
 
 
 @pytest.fixture

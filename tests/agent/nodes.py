@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ttprun import recovery
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.lead.row import Row
 from ttprun.agent.node.node import Node
+from ttprun.agent.node.process import Process
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.rank_events import Event
@@ -70,12 +73,15 @@ class Store:
                 raise RuntimeError("wait timeout")
 
 
-def node_of(directory: Path, *slots: Any, advance: Callable[[Event], None] = ignore, **config: Any) -> Node:
-    """A node with these slots, whose ranks have not been started."""
+def node_of(directory: Path, *slots: Process, advance: Callable[[Event], None] = ignore, **config: Any) -> Node:
+    """A node with these processes, as far as they are started."""
     job = recovery.new_job(recovery.Settings(world_size=max(1, len(slots))))
     node = Node(Config(**config), RunDirectory(directory), True, job)
     node.role, node.report = Asked(advance), advance  # type: ignore[assignment]
-    node.slots = list(slots)
+    if slots:
+        node.peers = Peers(ranks_per_node=len(slots))
+    node.here = list(slots)
+    node.slots = [Row(slot.rank, slot.local_rank, lambda *_: None) for slot in slots]
     return node
 
 

@@ -38,7 +38,7 @@ class FakeNode:
         self.sent: list[Any] = []  # to ranks
         self.ordered: list[Any] = []  # of other nodes
         handler = SimpleNamespace(start=start)
-        self.slots = [SimpleNamespace(rank=rank, handler=handler, is_here=True) for rank in range(ranks)]
+        self.slots = [SimpleNamespace(rank=rank, handler=handler, send=self.sent.append) for rank in range(ranks)]
         self.here = self.slots
         self.peers = Peers(ranks_per_node=ranks)
         self.called: list[Callable[[], None]] = []
@@ -62,12 +62,9 @@ class AnyCheckpoint:
 
 def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
     comparisons = SimpleNamespace(names_of=", ".join, why_not_stored="")
-    actuator = SimpleNamespace(forward=lambda rank, message: node.sent.append(message))
-    actuators = SimpleNamespace(
-        of=lambda rank: actuator, on=lambda number: SimpleNamespace(carry_out=node.ordered.append)
-    )
+    wire = SimpleNamespace(order_on=lambda number, order: node.ordered.append(order))
     writer = CheckpointWriter(node, store, AnyCheckpoint())  # type: ignore[arg-type]
-    return Checkpoints(node, actuators, writer, comparisons)  # type: ignore[arg-type]
+    return Checkpoints(node, wire, writer, comparisons)  # type: ignore[arg-type]
 
 
 @pytest.fixture

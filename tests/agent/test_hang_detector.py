@@ -19,10 +19,11 @@ import pytest
 from tests.agent.nodes import NothingFails
 from ttprun import recovery
 from ttprun.agent.lead.hang_detector import HangDetector, state_of
+from ttprun.agent.lead.row import Row
+from ttprun.agent.node import process as process_module
 from ttprun.agent.node import stack_dumps
 from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.rank_processes import RankHandler
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.verdict import FirstFailure
 from ttprun.protocol.board import FIELDS, Board, Field
 from ttprun.protocol.from_rank import Broken, RankProtected
@@ -387,7 +388,7 @@ def test_connections_that_break_by_a_ranks_end_are_no_fault_of_their_own(started
     ended = started("-c", "exit 9", entry="/bin/sh", is_python=False)
     os.waitid(os.P_PID, ended.proc.pid, os.WEXITED | os.WNOWAIT)
     node: Any = FakeNode()
-    node.here = [RankSlot(0, 0, ended, record_fd=-1, pid=ended.proc.pid)]
+    node.here = [process_module.Process(0, 0, ended, record_fd=-1, pid=ended.proc.pid)]
     reporter: Any = SimpleNamespace(rank=1, pid=11)
     broken = Broken(generation=0, reason="reset by peer", after_s=1.0, device_fault="")
 
@@ -403,10 +404,11 @@ class NodeThatGoesBack(FakeNode):
         super().__init__()
         self.board = Board.create(2)[1]
         self.first_failure = FirstFailure()
-        self.slots = [
-            RankSlot(rank, rank, handler, record_fd=-1, stack_fd=stack_dumps.create())
+        self.here = [
+            process_module.Process(rank, rank, handler, record_fd=-1, stack_fd=stack_dumps.create())
             for rank, handler in enumerate(lost)
         ]
+        self.slots = [Row(rank, rank, lambda *_: None) for rank in range(len(lost))]
         self._fresh = fresh
         self._sit(lost)
 
@@ -417,12 +419,16 @@ class NodeThatGoesBack(FakeNode):
     def in_background(self, work: Callable[[], Any], then: Callable[[Any], None], failed: Any) -> None:
         then(work())
 
-    def board_row(self, slot: RankSlot) -> list[int]:
+    def process(self, rank: int) -> Any:
+        return self.here[rank]
+
+    def board_row(self, slot: Row) -> list[int]:
         return [0] * len(FIELDS)
 
     def _sit(self, handlers: Sequence[RankHandler]) -> None:
-        for slot, handler in zip(self.slots, handlers, strict=True):
+        for slot, row, handler in zip(self.here, self.slots, handlers, strict=True):
             slot.assign(handler)
+            row.begin_process(slot.pid)
 
 
 def test_of_two_ranks_that_hang_the_second_ones_new_process_is_not_taken_for_the_old_one(
@@ -507,7 +513,7 @@ def test_a_rank_in_a_call_of_its_own_is_named_once_with_that_line_and_nothing_is
     handler: Any = SimpleNamespace(proc=process.process)
     node: Any = NodeThatLooksAtStacks([handler, handler])
     node.board = process.board
-    node.slots[0].stack_fd, node.slots[0].main_thread = process.stack_fd, process.main_thread
+    node.here[0].stack_fd, node.slots[0].main_thread = process.stack_fd, process.main_thread
     stands = Observation(rank=0, pid=process.process.pid, boundary=7, meetings=0, doing=Doing.COMPUTING)
     waits = Observation(rank=1, pid=0, boundary=7, meetings=1, doing=Doing.WAITING)
     late = Hung(observation=stands, way=Way.IDLE, for_s=10.4, limit_s=300.0, awaited=waits, is_due=False)

@@ -130,9 +130,8 @@ def test_a_process_that_has_ended_is_not_heard_any_more_on_whichever_node_it_was
         leader.take(1, node_reports.Said(1, pid + 1, message, fingerprint="f").encoded(2, stands))
 
     assert taken == [(0, message), (1, message)]
-    assert node.slots[1].elsewhere is not None
-    assert node.slots[1].elsewhere.fingerprints == {4: "f"}
-    assert node.slots[1].elsewhere.cpu_s == 2.5
+    assert node.slots[1].fingerprints == {4: "f"}
+    assert node.slots[1].cpu_s == 2.5
     assert node.board.get(1, Field.RECORDED) == 4
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from ttprun.agent.node.mirrors import MirrorCopies
 from ttprun.agent.node.mirrors import fetch_copies as fetch
-from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.process import Process
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.meeting import Where
 from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held
@@ -28,7 +28,7 @@ Kept = tuple[MirrorCopies, Any, list[int]]
 @pytest.fixture
 def kept() -> Iterator[Kept]:
     """(copies of node 1 of two, which keeps those of rank 0; its board; files of who takes the lost slot)."""
-    slots = [RankSlot(rank, 0, None, record_fd=-1) for rank in range(2)]
+    slots = [Process(rank, 0, None, record_fd=-1) for rank in range(2)]
     board = Board.create(2)[1]
     peers = SimpleNamespace(size=2, address="127.0.0.1")
     node: Any = SimpleNamespace(here=slots[1:], slots=slots, board=board, peers=peers, log=lambda event, **fields: None)
@@ -45,7 +45,7 @@ def kept() -> Iterator[Kept]:
 
 def fill(kept: Kept, number: int, held: Held, content: bytes) -> None:
     copies, board, _ = kept
-    with open(copies.paths_for(RankSlot(1, 0, None, record_fd=-1))[number], "wb") as file:
+    with open(copies.paths_for(1)[number], "wb") as file:
         file.write(content)
     board.set(1, (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)[number], held.pack())
 
@@ -86,9 +86,9 @@ def test_only_a_state_that_is_whole_can_be_written_into_a_checkpoint(kept: Kept)
     fill(kept, 1, Held(5, has_state=False, has_step=True), b"before step 6")
     before, after = (copies.state_of(0, boundary) for boundary in (6, 5))
 
-    copies.forget(RankSlot(1, 0, None, record_fd=-1))
+    copies.forget(1)
 
-    assert before == copies.paths_for(RankSlot(1, 0, None, record_fd=-1))[0]
+    assert before == copies.paths_for(1)[0]
     assert after == copies.state_of(0, 6) == copies.state_of(1, 6) == ""
 
 
@@ -155,6 +155,6 @@ def test_after_a_way_back_what_is_kept_is_void(kept: Kept) -> None:
     copies, _, _ = kept
     fill(kept, 1, STEP, b"all")
 
-    copies.forget(RankSlot(1, 0, None, record_fd=-1))
+    copies.forget(1)
 
     assert copies.serve(0) == Where()

@@ -12,14 +12,14 @@ import pytest
 from ttprun.agent.between.peers import Peers
 from ttprun.agent.node import mirrors
 from ttprun.agent.node.mirrors import Mirrors
-from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.process import Process
 from ttprun.protocol.board import Board
 
 FREE = 8000
 Make = Callable[..., tuple[Mirrors, Any]]
 
 
-class Slot(RankSlot):
+class Slot(Process):
     """Notes what its process is sent last."""
 
     def send_if_present(self, put: Any) -> None:
@@ -41,6 +41,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             job=SimpleNamespace(settings=settings),
             here=slots,
             slots=slots,
+            process=lambda rank: slots[rank],
             board=Board.create(3)[1],
             peers=Peers(ranks_per_node=3, size=nodes),
         )
@@ -73,7 +74,7 @@ def test_the_ranks_of_a_node_share_its_memory_by_their_weights(
     for slot in (node.slots[0], node.slots[2]):
         keep(found, slot)
     assert node.slots[0].order.limit_bytes == together * 3 // 4
-    assert found.order_for(node.slots[1]) is None
+    assert found.order_for(1) is None
     assert node.slots[2].order.limit_bytes == together // 4
     assert not found.share_out({0: 300, 2: 100})
 
@@ -82,14 +83,14 @@ def test_the_same_memory_is_kept_when_more_ranks_turn_out_to_be_single_holders(m
     found, node = make()
     found.share_out({0: 100})
     keep(found, node.slots[0])
-    before = found.paths_for(node.slots[0])
+    before = found.paths_for(0)
 
     found.share_out({0: 100, 1: 100})
     keep(found, node.slots[0])
     keep(found, node.slots[1])
 
-    assert found.paths_for(node.slots[0]) == before
-    assert all(os.path.exists(path) for path in found.paths_for(node.slots[1]))
+    assert found.paths_for(0) == before
+    assert all(os.path.exists(path) for path in found.paths_for(1))
 
 
 @pytest.mark.parametrize("config", [{"buddy": "off"}, {"mindio": True}])
@@ -97,14 +98,14 @@ def test_where_no_mirror_is_wanted_no_rank_gets_one(make: Make, config: dict[str
     found, node = make(**config)
 
     assert not found.share_out({0: 100, 1: 100, 2: 100})
-    assert [found.order_for(slot) for slot in node.slots] == [None] * 3
+    assert [found.order_for(slot.rank) for slot in node.slots] == [None] * 3
 
 
 def test_where_all_ranks_hold_the_same_no_file_is_made(make: Make) -> None:
     found, node = make()
 
     assert not found.share_out({})
-    assert [found.paths_for(slot) for slot in node.slots] == [[]] * 3
+    assert [found.paths_for(slot.rank) for slot in node.slots] == [[]] * 3
 
 
 def test_each_node_shares_out_its_own_memory(make: Make) -> None:
@@ -113,7 +114,7 @@ def test_each_node_shares_out_its_own_memory(make: Make) -> None:
 
     found.share_out({0: 100, 1: 300, 2: 100})
 
-    orders = [found.order_for(slot) for slot in node.slots]
+    orders = [found.order_for(slot.rank) for slot in node.slots]
     assert [order.share for order in orders if order] == [0.25, 0.75, 1.0]
 
 
@@ -129,8 +130,8 @@ def test_only_a_mirror_that_nobody_has_asked_for_is_limited_in_what_it_costs(
     assert (node.slots[0].order.limit_share > 0) == is_limited
 
 
-def keep(found: Mirrors, slot: RankSlot) -> None:
+def keep(found: Mirrors, slot: Process) -> None:
     """Its node gets the order."""
-    order = found.order_for(slot)
+    order = found.order_for(slot.rank)
     assert order is not None
     found.keep(order)

@@ -11,8 +11,8 @@ from tests.agent.nodes import node_of, part
 from tests.agent.starting import wait_until_ready
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.node_agent import NodeAgent
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.standbys import Standbys
 from ttprun.protocol import process_orders
 from ttprun.protocol.board import FINISHED, Board, Field
@@ -27,7 +27,7 @@ def test_a_slot_reports_how_its_process_ended_and_what_it_leaves(started: Callab
     board = Board.create(1)[1]
     ends = {}
     for how, command in {"killed": "kill -9 $$", "failed": "exit 3", "done": "exit 0"}.items():
-        slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+        slot = Process(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
         slot.assign(started("-c", command, entry="/bin/sh", is_python=False))
         slot.is_protected = how == "failed"
         board.set(0, Field.RECORDED, 7)
@@ -44,7 +44,7 @@ def test_a_slot_reports_how_its_process_ended_and_what_it_leaves(started: Callab
 def test_a_slot_holds_the_newest_order_till_its_process_greets(
     started: Callable[..., RankHandler],
 ) -> None:
-    slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    slot = Process(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
     slot.assign(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
     theirs = slot.handler.channel
     sent: list[Any] = []
@@ -67,9 +67,9 @@ class Welcomed:
     def __init__(self) -> None:
         self.pids: list[int] = []
 
-    def let_die(self, slot: RankSlot) -> None: ...
+    def let_die(self, slot: Process) -> None: ...
 
-    def welcome(self, slot: RankSlot, is_replacement: bool) -> None:
+    def welcome(self, slot: Process, is_replacement: bool) -> None:
         assert is_replacement
         self.pids.append(slot.pid)
 
@@ -81,7 +81,7 @@ def actuator_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> NodeAgent
 def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_free(
     started: Callable[..., RankHandler], tmp_path: Path
 ) -> None:
-    slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    slot = Process(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
     slot.assign(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
     lost = slot.pid
     node, welcomed = node_of(tmp_path, slot), Welcomed()
@@ -105,7 +105,7 @@ def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_fr
 def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent(
     started: Callable[..., RankHandler], tmp_path: Path
 ) -> None:
-    slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    slot = Process(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
     slot.assign(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
     slot.leave(slot.bury(), Board.create(1)[1], lambda number, pid: "")
     slot.handler.start["entrypoint"] = str(tmp_path / "nothing")
@@ -124,7 +124,7 @@ def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent
 def test_nobody_waits_for_a_rank_that_leaves_and_whose_stack_is_looked_at_meanwhile(
     started: Callable[..., RankHandler], tmp_path: Path
 ) -> None:
-    slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    slot = Process(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
     slot.assign(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
     node, dies = node_of(tmp_path, slot), Welcomed()
     node.board_fd, node._board = Board.create(1)
@@ -146,7 +146,7 @@ def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault
 ) -> None:
     standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
     standbys.refill(watched.append, {})
-    slots = [RankSlot(rank, rank, handler=None, record_fd=-1) for rank in range(2)]  # type: ignore[arg-type]
+    slots = [Process(rank, rank, handler=None, record_fd=-1) for rank in range(2)]  # type: ignore[arg-type]
     for slot in slots:
         slot.assign(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
         slot.leave(slot.bury(), Board.create(2)[1], lambda number, pid: "")

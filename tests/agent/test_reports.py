@@ -16,15 +16,15 @@ from tests.agent.nodes import NothingFails, part
 from ttprun import recovery
 from ttprun.agent.between.follower import Follower
 from ttprun.agent.between.peers import Peers
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.incidents import grouped
 from ttprun.agent.lead.protection import Protection
 from ttprun.agent.lead.repairs import Replays
 from ttprun.agent.lead.reports import _ROWS, Reports
+from ttprun.agent.lead.row import Row
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.node_agent import NodeAgent
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import read_topology
 from ttprun.protocol import from_rank, node_orders, to_rank
@@ -69,21 +69,27 @@ class FakeNode:
         self.board = Board.create(N_RANKS)[1]
         self.peers = Peers(ranks_per_node=N_RANKS)
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]
-        self.slots = [RankSlot(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
+        self.slots = [Row(rank, rank, self.forward) for rank in range(N_RANKS)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
-        self.here = self.slots
+        self.here = self._known = self.slots
         self.config = SimpleNamespace(snapshot_every="auto", buddy="off")
         for slot in self.slots:
             slot.pid, slot.is_present = 100 + slot.rank, True
             self.advance(RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
             self.advance(RankProtected(at_s=0.0, rank=slot.rank))
 
+    def forward(self, rank: int, pid: int, message: Any) -> None:
+        self.handlers[rank].channel.send(message)
+
+    def is_here(self, rank: int) -> bool:
+        return True
+
     def void_beyond(self, boundary: int) -> None:
         Node.void_beyond(self, boundary)  # type: ignore[arg-type]
 
-    def actuators(self) -> Actuators:
+    def wire(self) -> Wire:
         """Those of all nodes; this one's starts no process, and ends none."""
-        return Actuators(self, part(NodeAgent, self))  # type: ignore[arg-type]
+        return Wire(self, part(NodeAgent, self))  # type: ignore[arg-type]
 
     def advance(self, event: Event) -> None:
         self.job, _ = recovery.advance(self.job, event)
@@ -94,7 +100,7 @@ class FakeNode:
 class NoFaults:
     """None is ordered."""
 
-    def greeted(self, slot: RankSlot) -> None: ...
+    def greeted(self, slot: Row) -> None: ...
 
 
 @pytest.fixture
@@ -107,9 +113,9 @@ def reports(node: FakeNode) -> Reports:
     """Its ranks have held the same weights at boundary 1."""
     nobody: Any = None
     times: Any = SimpleNamespace(is_off=True, most_lost="at most some 2 s of work")
-    comparisons = Comparisons(node, node.actuators(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
+    comparisons = Comparisons(node, node.wire(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
     parts = {"comparisons": comparisons, "injections": NoFaults(), "protection": Protection(node, nobody, set())}  # type: ignore[arg-type]
-    found = part(Reports, node, actuators=node.actuators(), **parts)
+    found = part(Reports, node, wire=node.wire(), **parts)
     hold(found, node, 1, "aaa")
     for handler in node.handlers:
         handler.reported.clear()
@@ -174,7 +180,7 @@ def test_of_the_process_groups_of_ranks_that_have_ended_nothing_is_left_when_oth
     assert compare([from_rank.Group("dp", [1, 2])]) == {"dp0": (1, 2)}
 
     nobody: Any = None
-    reports.comparisons = Comparisons(node, node.actuators(), nobody, nobody, NO_MIRRORS)  # type: ignore[arg-type]
+    reports.comparisons = Comparisons(node, node.wire(), nobody, nobody, NO_MIRRORS)  # type: ignore[arg-type]
 
     assert compare([]) == {}
 
@@ -207,7 +213,7 @@ def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_th
     reports.pass_on()
     line.reported.clear()
 
-    slot.leave(-9, node.board, lambda number, pid: "")
+    slot.lose(node.board)
     node.advance(RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
     reports.take(teller, put)
     reports.take(slot, put)  # of its own, for the others
@@ -226,7 +232,7 @@ def test_what_ranks_have_sent_in_an_earlier_generation_is_looked_through_once_an
     slot = node.slots[0]
     reports.take(node.slots[1], from_rank.Put(0, "port 1", ""))
     reports.pass_on()
-    slot.leave(-9, node.board, lambda number, pid: "")
+    slot.lose(node.board)
     node.advance(RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
 
     reports.take(slot, from_rank.Present(pid=200, main_thread=1))
@@ -236,7 +242,7 @@ def test_what_ranks_have_sent_in_an_earlier_generation_is_looked_through_once_an
 
 def test_ranks_of_whom_nothing_else_is_expected_are_told_to_resume_in_the_same_words(node: FakeNode) -> None:
     nobody: Any = None
-    replays = Replays(node, node.actuators(), nobody, nobody)  # type: ignore[arg-type]
+    replays = Replays(node, node.wire(), nobody, nobody)  # type: ignore[arg-type]
 
     replays.resume(to_rank.Resume((0, 1, 2), 1, 4))
 
@@ -248,7 +254,7 @@ def join_another_node(node: FakeNode, reports: Reports) -> tuple[socket.socket, 
     """Both ends of the connection to the agent of a second node."""
     ours, theirs = socket.socketpair()
     node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
-    reports.actuators = node.actuators()
+    reports.wire = node.wire()
     return ours, theirs
 
 
@@ -373,7 +379,7 @@ def test_before_the_first_snapshot_the_console_says_what_really_happens_to_a_ran
     if rungs is not None:
         node.job = replace(node.job, settings=replace(node.job.settings, rungs=frozenset(rungs)))
     times: Any = SimpleNamespace(is_off=is_off, why_off="", take_one_at_once=lambda: None)
-    comparisons = Comparisons(node, node.actuators(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
+    comparisons = Comparisons(node, node.wire(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
 
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
 
@@ -403,7 +409,7 @@ def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_onl
     nobody: Any = None
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
     mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | {"why_off": "", "share_out": lambda weights: True})
-    comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
+    comparisons = Comparisons(node, node.wire(), times, nobody, mirrors)  # type: ignore[arg-type]
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
     reports = [(0, MIRRORED), (1, MIRRORED), (2, MIRRORED), (2, MIRRORED), (1, SLOW)]
 
@@ -429,7 +435,7 @@ def test_with_the_next_node_there_a_lost_node_takes_only_mirrors_with_it_that_fo
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
     on_next = {"why_off": "", "share_out": lambda weights: True, "is_on_next_node": True}
     mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | on_next)
-    comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
+    comparisons = Comparisons(node, node.wire(), times, nobody, mirrors)  # type: ignore[arg-type]
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
     for slot in node.slots:
         comparisons.note_mirrored(slot, MIRRORED)
@@ -459,7 +465,7 @@ def test_on_several_nodes_the_console_says_whether_a_lost_node_takes_the_mirrors
     node.peers = Peers(ranks_per_node=1, size=3)
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
     mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | {"why_off": "", "is_on_next_node": is_on_next_node})
-    comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
+    comparisons = Comparisons(node, node.wire(), times, nobody, mirrors)  # type: ignore[arg-type]
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
 
     for slot in node.slots:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.membership import Spares
+from ttprun.agent.lead.wire import Wire
 from ttprun.protocol import node_orders, node_reports, process_orders
 from ttprun.protocol.process_orders import SpawnRank
 from ttprun.protocol.rank_events import Event, SpawnFailed
@@ -76,9 +76,9 @@ def node() -> FakeNode:
 
 @pytest.fixture
 def spares(node: FakeNode) -> Spares:
-    actuators = Actuators(node, own=None)  # type: ignore[arg-type]
+    wire = Wire(node, own=None)  # type: ignore[arg-type]
     membership = SimpleNamespace(may_shrink=lambda: False, may_train=lambda address: node.may_train(address))
-    return Spares(node, actuators, membership)  # type: ignore[arg-type]
+    return Spares(node, wire, membership)  # type: ignore[arg-type]
 
 
 def test_a_rank_of_a_node_that_is_there_is_spawned_there(node: FakeNode, spares: Spares) -> None:

@@ -23,11 +23,12 @@ from ttprun.agent.between.peers import Peers
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.lead.incidents import Incidents
 from ttprun.agent.lead.membership import Elasticity
-from ttprun.agent.node import rank_slot, stack_dumps
+from ttprun.agent.lead.row import Row
+from ttprun.agent.node import process, stack_dumps
 from ttprun.agent.node.group import Group
 from ttprun.agent.node.node import Node
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import RankHandler
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.stored_states import Stored
 from ttprun.agent.node.supervisor import Supervisor
 from ttprun.agent.node.verdict import NewGroup
@@ -310,7 +311,7 @@ def test_the_supervisor_never_looks_at_a_group_that_is_only_half_begun(
         return stack_dumps.create()
 
     monkeypatch.setattr(Group, "look", note_look)
-    monkeypatch.setattr(rank_slot, "stack_dumps", SimpleNamespace(create=create_after_a_look))
+    monkeypatch.setattr(process, "stack_dumps", SimpleNamespace(create=create_after_a_look))
 
     begin_group(supervisor, 0, 1)
     supervisor.node.call(is_past.set)
@@ -345,11 +346,11 @@ def test_an_exit_that_was_not_decided_as_the_supervisor_failed_is_decided_by_the
     own_states, lost = supervisor.group.watch._own_states, []
     report = own_states.report_what_is_left
 
-    def break_once(slot: Any) -> None:
+    def break_once(rank: int) -> None:
         if not lost:
-            lost.append(slot.rank)
+            lost.append(rank)
             raise RuntimeError("broken on purpose")
-        report(slot)
+        report(rank)
 
     own_states.report_what_is_left = break_once  # type: ignore[method-assign]
 
@@ -371,9 +372,9 @@ def test_of_the_parts_of_older_groups_nothing_is_left_when_ranks_are_started_aga
 
     ours = {kind for kind in parts if kind.__module__.startswith("ttprun.agent")} - {Node, Incidents}
     gc.collect()
-    alive = Counter(type(thing) for thing in gc.get_objects() if type(thing) in {Group, RankSlot, *ours})
+    alive = Counter(type(thing) for thing in gc.get_objects() if type(thing) in {Group, Process, Row, *ours})
     assert len(ours) > 10
-    assert alive == {Group: 1, RankSlot: 2} | dict.fromkeys(ours, 1)
+    assert alive == {Group: 1, Process: 2, Row: 2} | dict.fromkeys(ours, 1)
 
 
 def test_the_agent_of_a_node_keeps_as_much_memory_open_in_a_job_of_many_nodes_as_in_one_of_few(

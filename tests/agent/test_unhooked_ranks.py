@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ttprun.agent.node import unhooked_ranks
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import SHIM, StandbyHandler
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.node_reports import Said
@@ -42,7 +42,7 @@ class FakeNode:
     is_python = True
     job = SimpleNamespace(phase=JobPhase.RUNNING)
 
-    def __init__(self, slot: RankSlot) -> None:
+    def __init__(self, slot: Process) -> None:
         self.slots = self.here = [slot]
         self.board = Board.create(1)[1]
         self.reported: list[str] = []
@@ -60,7 +60,7 @@ class FakeNode:
 class Started:
     """A process and its slot."""
 
-    slot: RankSlot
+    slot: Process
     process: subprocess.Popen[str]
 
     def wait_until_there(self) -> None:
@@ -95,7 +95,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             text=True,
         )
         handler: Any = None
-        began.append(Started(RankSlot(0, 0, handler, record_fd=-1, pid=process.pid), process))
+        began.append(Started(Process(0, 0, handler, record_fd=-1, pid=process.pid), process))
         began[-1].wait_until_there()
         return began[-1]
 

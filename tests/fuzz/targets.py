@@ -205,7 +205,7 @@ def open_follower(stack: ExitStack) -> Feed:
     node = node_of(Path(folder))
     node.job = recovery.with_size(node.job, 2)
     node.begin_group([(0, 0)], FakePeers())  # type: ignore[arg-type]
-    node.slots[0].is_buried, node.slots[0].handler = True, Anything()
+    node.here[0].is_buried, node.here[0].handler = True, Anything()
     stack.callback(node.run.release)
     parts = {one.name: Anything() for one in fields(Follower) if one.init}
     follower = Follower(**parts | {"node": node})

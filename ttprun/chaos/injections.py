@@ -24,8 +24,9 @@ from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
+    from ttprun.agent.lead.row import Row
     from ttprun.agent.node.node import Node
-    from ttprun.agent.node.rank_slot import RankSlot
+    from ttprun.agent.node.process import Process
     from ttprun.agent.node.standbys import Standbys
 from ttprun.chaos.faults import PlannedStrike, strikes
 
@@ -66,7 +67,7 @@ class Injections:
         self._armed: dict[int, tuple[Fault, FaultSchedule]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
-        self._preempted: RankSlot | None = None
+        self._preempted: Process | None = None
 
     def begin(self) -> None:
         """The ranks of the first group have been started: take the configuration's orders."""
@@ -93,12 +94,12 @@ class Injections:
             if _rank_of(fault) == rank
         ]
 
-    def greeted(self, slot: RankSlot) -> None:
+    def greeted(self, slot: Row) -> None:
         """A process reads messages now: send the faults armed since its welcome. It ignores duplicates."""
         for message in self.waiting_in(slot.rank):
-            slot.handler.channel.send(message)
+            slot.send_if_present(message)
 
-    def forked(self, slot: RankSlot) -> None:
+    def forked(self, slot: Process) -> None:
         """A replacement has been started, and has not said a word yet: strike it if a fault waits for that."""
         for number, (fault, order) in list(self._armed.items()):
             is_due = fault.phase == "fork" and _rank_of(fault) == slot.rank and (fault.step or 0) <= slot.lost_boundary
@@ -109,7 +110,7 @@ class Injections:
                 self._after(order)
                 return
 
-    def struck(self, slot: RankSlot, message: from_rank.FaultStruck) -> None:
+    def struck(self, slot: Row, message: from_rank.FaultStruck) -> None:
         """A rank reports that a fault has struck it; the agent carries out some kinds at this moment."""
         if message.number not in self._armed:
             return
@@ -126,7 +127,7 @@ class Injections:
             self._preempted.handler.channel.send(to_rank.FaultDone())
             self._preempted = None
 
-    def failed(self, slot: RankSlot, message: from_rank.FaultFailed) -> None:
+    def failed(self, slot: Row, message: from_rank.FaultFailed) -> None:
         """A rank reports that it could not cause a fault."""
         if message.number in self._armed:
             fault, order = self._armed.pop(message.number)
@@ -190,14 +191,12 @@ class Injections:
         self._armed[number] = (fault, order)
         rank = _rank_of(fault)
         self._log("fault_armed", number=number, order=order.number, rank=rank, fault=str(fault))
-        slot = self._node.slots[rank]
-        if slot.is_present:
-            slot.handler.channel.send(to_rank.InjectedFault(number, str(fault)))
+        self._node.slots[rank].send_if_present(to_rank.InjectedFault(number, str(fault)))
         return f"armed in rank {rank}: {fault}"
 
     # Strikes from outside.
 
-    def _strike_now(self, number: int, order: FaultSchedule, fault: Fault, slot: RankSlot | None) -> str:
+    def _strike_now(self, number: int, order: FaultSchedule, fault: Fault, slot: Row | None) -> str:
         self._log_strike(number, fault, slot, "", phase=None, step=None, at_s=time.monotonic())
         if slot is None:
             done = self._strike_agent(number, fault)
@@ -207,13 +206,13 @@ class Injections:
         self._after(order)
         return done
 
-    def _strike(self, number: int, fault: Fault, slot: RankSlot, is_reported: bool) -> None:
+    def _strike(self, number: int, fault: Fault, slot: Row, is_reported: bool) -> None:
         strike = node_orders.Strike(slot.rank, slot.pid, number, str(fault), is_reported)
         self._node.order(slot.rank, strike)
 
     def strike_here(self, strike: node_orders.Strike) -> None:
         """Have a fault strike this node. A rank that has reported it has stopped itself, or waits."""
-        fault, slot = parse_fault(strike.fault), self._node.slots[strike.rank]
+        fault, slot = parse_fault(strike.fault), self._node.process(strike.rank)
         if fault.kind in AGENT_KINDS:
             self._strike_agent(strike.number, fault)
         elif slot.pid == strike.pid and fault.kind == "stop" and strike.is_reported:
@@ -225,7 +224,7 @@ class Injections:
         elif fault.kind != "stop" and strike.is_reported:
             slot.handler.channel.send(to_rank.FaultDone())
 
-    def _signal(self, slot: RankSlot, fault: Fault) -> None:
+    def _signal(self, slot: Process, fault: Fault) -> None:
         if fault.kind == "kill":
             kill_session(slot.pid)
             return
@@ -271,7 +270,7 @@ class Injections:
     def _log(self, event: str, **fields: object) -> None:
         self._node.log(event, **fields)
 
-    def _log_strike(self, number: int, fault: Fault, slot: RankSlot | None, detail: str, **fields: object) -> None:
+    def _log_strike(self, number: int, fault: Fault, slot: Process | Row | None, detail: str, **fields: object) -> None:
         self._log(
             "fault_injected",
             number=number,

@@ -156,6 +156,13 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
+# What a process leaves there that says something of it alone.
+_OF_PROCESS = (
+    *(Field.PHASE, Field.SEEN_NS, Field.OPERATION, Field.MEETINGS, Field.PULSE_NS, Field.MAIN_BEATS),
+    *(Field.LEAVING, Field.ENDED),
+)
+
+
 class Board:
     """The rows of all ranks of this node, mapped.
 
@@ -221,7 +228,7 @@ class Board:
 
     def forget_process(self, rank: int) -> None:
         """A process has ended: clear its signs of life, and keep its progress."""
-        for field in (Field.PHASE, Field.SEEN_NS, Field.OPERATION, Field.MEETINGS, Field.PULSE_NS, Field.MAIN_BEATS):
+        for field in _OF_PROCESS:
             self.set(rank, field, 0)
 
     def address_of(self, rank: int, field: int) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from ttprun.agent.lead.hang_detector import state_of
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol import node_reports
 from ttprun.protocol.board import AWAITED, SHARED, Field
 
@@ -21,36 +20,36 @@ _AWAITED = [(SHARED.index(field), field) for field in AWAITED]
 _PLAIN = [cell for cell in enumerate(SHARED) if cell not in (*_TIMES, *_AWAITED)]
 
 
-def row_of(node: Node, slot: RankSlot) -> node_reports.BoardRow:
+def row_of(node: Node, rank: int) -> node_reports.BoardRow:
     """How one rank stands."""
-    values = [node.board.get(slot.rank, field) for field in SHARED]
-    if slot.elsewhere is not None:
-        return node_reports.BoardRow(slot.rank, values, slot.elsewhere.state, slot.elsewhere.cpu_s)
+    values, slot = [node.board.get(rank, field) for field in SHARED], node.slots[rank]
+    if not slot.is_here:
+        return node_reports.BoardRow(rank, values, slot.state, slot.cpu_s)
+    process = node.process(rank)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        if slot.pid and not slot.is_buried:
-            return node_reports.BoardRow(slot.rank, values, *state_of(slot.pid))
-    return node_reports.BoardRow(slot.rank, values)
+        if process.pid and not process.is_buried:
+            return node_reports.BoardRow(rank, values, *state_of(process.pid))
+    return node_reports.BoardRow(rank, values)
 
 
-def rows_of(node: Node, slots: Iterable[RankSlot], is_awaited: bool = False) -> node_reports.Rows:
-    """How these ranks stand now.
+def rows_of(node: Node, ranks: Iterable[int], is_awaited: bool = False) -> node_reports.Rows:
+    """How these ranks, of any node, stand now.
 
-    slots        of ranks of any node
     is_awaited   something has changed for which ranks of other nodes wait
     """
-    return node_reports.Rows(time.monotonic_ns(), [row_of(node, slot) for slot in slots], is_awaited)
+    return node_reports.Rows(time.monotonic_ns(), [row_of(node, rank) for rank in ranks], is_awaited)
 
 
-def share(node: Node, slots: Iterable[RankSlot]) -> None:
+def share(node: Node, ranks: Iterable[int]) -> None:
     """Let the other nodes know how these ranks stand, by `send_shared`: ranks there wait for it."""
-    node.shared |= {slot.rank for slot in slots}
+    node.shared.update(ranks)
 
 
 def send_shared(node: Node) -> None:
     """Send the rows that ranks of other nodes wait for: of one rank or of many, it is one message to each node."""
     ranks, node.shared = sorted(node.shared), set()
     if ranks and node.peers.connected:
-        node.peers.to_all(rows_of(node, [node.slots[rank] for rank in ranks], is_awaited=True))
+        node.peers.to_all(rows_of(node, ranks, is_awaited=True))
 
 
 def copy_in(node: Node, rows: Iterable[node_reports.BoardRow], now_ns: int) -> None:
@@ -60,17 +59,17 @@ def copy_in(node: Node, rows: Iterable[node_reports.BoardRow], now_ns: int) -> N
     """
     board, behind_ns = node.board, time.monotonic_ns() - now_ns
     for row in rows:
-        elsewhere = node.slots[row.rank].elsewhere
-        if elsewhere is None:
+        slot = node.slots[row.rank]
+        if slot.is_here:
             continue
-        elsewhere.state, elsewhere.cpu_s = row.state, row.cpu_s
+        slot.state, slot.cpu_s = row.state, row.cpu_s
         ours, theirs = board.row(row.rank), row.values
         for at, field in _PLAIN:
             ours[field] = theirs[at]
         for at, field in _TIMES:
-            if elsewhere.noted_ns.get(field) != theirs[at]:  # moved anew each time, it would look new
+            if slot.noted_ns.get(field) != theirs[at]:  # moved anew each time, it would look new
                 ours[field] = theirs[at] + behind_ns if theirs[at] else 0
-                elsewhere.noted_ns[field] = theirs[at]
+                slot.noted_ns[field] = theirs[at]
         for at, field in _AWAITED:
             if ours[field] != theirs[at]:
                 board.announce(row.rank, field, theirs[at])

@@ -10,8 +10,6 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from ttprun.agent.between import board_rows
 from ttprun.agent.lead.status_publisher import StatusPublisher
 from ttprun.agent.node.node import Node, give_up, log_exit, note_failure, note_script_error
@@ -53,7 +51,7 @@ class Follower:
         if now < self._next_s:
             return False
         self._next_s = now + interval_s(self.node.peers.size)
-        self.node.peers.to_leader(board_rows.rows_of(self.node, self.node.here))
+        self.node.peers.to_leader(board_rows.rows_of(self.node, [slot.rank for slot in self.node.here]))
         return True
 
     # Reports.
@@ -62,26 +60,18 @@ class Follower:
         """What has happened on this node, which the leader answers."""
         node, peers = self.node, self.node.peers
         match report:
-            case node_reports.Said(rank=rank):
-                stands = board_rows.rows_of(node, [node.slots[rank]])
-                report = self._completed(report).encoded(len(node.slots), stands)
+            case node_reports.Said(rank=rank, message=message):
+                if isinstance(message, from_rank.ScriptError):
+                    note_script_error(node, node.slots[rank], message)
+                report = report.encoded(len(node.slots), board_rows.rows_of(node, [rank]))
             case SpawnFailed(rank=rank, reason=reason):
                 node.log("spawn_failed", rank=rank, reason=reason)
             case RankExited():
                 if not report.is_finish:
                     note_failure(node, report)
                 log_exit(node, report, {})
-                peers.to_leader(board_rows.rows_of(node, [node.slots[report.rank]], is_awaited=True))
+                peers.to_leader(board_rows.rows_of(node, [report.rank], is_awaited=True))
         peers.to_leader(report)
-
-    def _completed(self, said: node_reports.Said) -> node_reports.Said:
-        """What a rank reports, with what only its node knows."""
-        match said.message:
-            case from_rank.ScriptError():
-                note_script_error(self.node, self.node.slots[said.rank], said.message)
-            case from_rank.RankFrozen(boundary=boundary):
-                return replace(said, fingerprint=self.agent.fingerprint(said.rank, boundary))
-        return said
 
     # Orders.
 
@@ -121,16 +111,12 @@ class Follower:
 
     def _forward(self, order: node_orders.Forward) -> None:
         node = self.node
-        slots = [node.slots[rank] for rank, pid in order.to if node.slots[rank].pid == pid]
-        present = [slot.rank for slot in slots if slot.is_present]
-        if not present:
-            return  # it is of processes that have ended
         message = order.message(len(node.slots))
         if isinstance(message, Refused):
             node.log("message_refused", reason=message.reason)
             return
-        for rank in present:
-            self.agent.forward(rank, message)
+        for rank, pid in order.to:
+            self.agent.forward(rank, pid, message)
 
     def give_up(self, reason: str, kind: str = "fail") -> None:
         """This node has no part in the job any more: its ranks end.

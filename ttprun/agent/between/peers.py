@@ -360,25 +360,3 @@ def ready(link: Channel) -> Channel:
     retransmit_soon(sock)
     link.waits = False
     return link
-
-
-class RemoteChannel:
-    """The way to a process on another node: what is sent to it goes by way of its agent."""
-
-    def __init__(self, peers: Peers, slot: Any) -> None:
-        self._peers = peers
-        self._slot = slot
-
-    def send(self, message: Any) -> None:
-        """Send one message. If the process has ended meanwhile, its agent drops it."""
-        self._peers.forward(self._slot.rank, self._slot.pid, self._peers.line_of(message))
-
-    def flush(self) -> None:
-        """Nothing is kept here."""
-
-
-class RemoteHandler:
-    """What stands for the handler of a process on another node."""
-
-    def __init__(self, peers: Peers, slot: Any) -> None:
-        self.channel = RemoteChannel(peers, slot)

@@ -22,7 +22,7 @@ class Role(ABC):
     asked_elsewhere = ""
 
     @abstractmethod
-    def take_own(self, report: node_reports.Report) -> None:
+    def report(self, report: node_reports.Report) -> None:
         """Something has happened on this node, or was asked for here."""
 
     @abstractmethod

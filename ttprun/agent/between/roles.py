@@ -17,6 +17,7 @@ from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.reports import Reports
 from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.agent.lead.snapshots import Snapshots
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.standbys import StandbyWatch
@@ -31,6 +32,7 @@ class Leading(Role):
     """The coordinator is in this agent."""
 
     node: Node
+    wire: Wire
     coordinator: Coordinator
     leader: Leader
     reports: Reports
@@ -47,8 +49,8 @@ class Leading(Role):
         if isinstance(event, recovery.RanksCompared):  # an agent that leads next needs it for what it saves
             self.leader.share()
 
-    def take_own(self, report: node_reports.Report) -> None:
-        self.leader.report(self.node.peers.node, report)
+    def report(self, report: node_reports.Report) -> None:
+        self.wire.report(report)
 
     def take(self, number: int, message: Any) -> None:
         self.leader.take(number, message)
@@ -61,6 +63,7 @@ class Leading(Role):
         self.leader.welcome(address)
 
     def end_turn(self) -> None:
+        self.wire.drain()
         if not self.node.is_paused:
             self.leader.decide_lost()
         self.reports.pass_on()
@@ -95,7 +98,7 @@ class Following(Role):
     def asked_elsewhere(self) -> str:  # type: ignore[override]
         return self.node.peers.leaders_name
 
-    def take_own(self, report: node_reports.Report) -> None:
+    def report(self, report: node_reports.Report) -> None:
         self.follower.report(report)
 
     def advance(self, event: Event) -> None:
@@ -124,5 +127,5 @@ class Following(Role):
         self.node.domains.look("standbys", self.standby_watch.look)
 
     def inject(self, fault: Fault) -> str:
-        self.take_own(node_reports.FaultAsked(str(fault)))
+        self.report(node_reports.FaultAsked(str(fault)))
         return f"ordered from {self.node.peers.leaders_name}, whose event log says what has come of it"

@@ -36,7 +36,7 @@ from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.leader import Leader
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.node_agent import NodeAgent
-from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.process import Process
 from ttprun.protocol import meeting, node_reports, process_orders
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
@@ -174,7 +174,7 @@ class Succession:
 
         self._dials.append(Dial(self.node.selector, listener.address, listener.port, _PROBE_LIMIT_S, done))
 
-    def _end_unfinished(self, slot: RankSlot) -> None:
+    def _end_unfinished(self, slot: Process) -> None:
         """The process of a rank was being repaired: what it would be ordered to do next is lost."""
         why = "it had not caught up when the agent that led was lost"
         self.agent.note(slot.rank, code=-9, reason=why)
@@ -216,10 +216,10 @@ class Succession:
     def _remains(self) -> node_reports.Remains:
         node = self.node
         ranks = [self._left(slot) for slot in node.here]
-        every = [board_rows.row_of(node, slot) for slot in node.here]
+        every = [board_rows.row_of(node, slot.rank) for slot in node.here]
         return node_reports.Remains(node.job.generation, ranks, time.monotonic_ns(), every)
 
-    def _left(self, slot: RankSlot) -> Left:
+    def _left(self, slot: Process) -> Left:
         """How a rank of this node stands."""
         noted = self.agent.noted[slot.rank]
         is_lost = slot.is_lost or self.agent.awaits_order(slot)
@@ -319,8 +319,7 @@ class Succession:
         for heir in heirs.values():
             board_rows.copy_in(node, heir.remains.rows, heir.remains.now_ns)
         for slot in node.slots:
-            if not slot.is_here:
-                slot.inherit(legacies.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
+            slot.inherit(legacies.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
         known = self.follower.known or Known()
         gone = [Left(slot.rank, is_finished=slot.is_finished) for slot in node.slots if slot.rank not in legacies]
         generation = max(own.generation, *(heir.remains.generation for heir in heirs.values()), 0)

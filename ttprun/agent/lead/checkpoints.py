@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 import msgpack
 
 from ttprun import recovery
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.comparisons import Comparisons
+from ttprun.agent.lead.row import Row
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.lead.writer import CheckpointWriter, RankDifferences, Written
 from ttprun.agent.node import rank_records
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.stored_states import SnapshotBuffer, Stored, rank_file
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import node_orders, node_reports, to_rank
@@ -49,7 +49,7 @@ class _Writing:
     began_s: float
     elsewhere: set[int] = field(default_factory=set)
     missing: set[int] = field(default_factory=set)
-    held: list[RankSlot] = field(default_factory=list)
+    held: list[Row] = field(default_factory=list)
     reports: dict[int, Dumped] = field(default_factory=dict)
 
     @property
@@ -72,7 +72,7 @@ class Checkpoints:
     """
 
     _node: Node
-    _actuators: Actuators
+    _wire: Wire
     writer: CheckpointWriter
     _comparisons: Comparisons
     why_never: str = ""
@@ -110,7 +110,7 @@ class Checkpoints:
         for share, rank in enumerate(order.ranks):
             path, mirrors = str(draft.path(file_of(share))), mirrored.get(rank, [])
             dump = to_rank.Dump(order.generation, order.boundary, path, share, len(writers), owners, writers, mirrors)
-            self._actuators.of(rank).forward(rank, dump)
+            self._node.slots[rank].send(dump)
 
     def _mirrored(self, draft: Draft, order: recovery.Persist) -> dict[int, list[MirroredShare]]:
         """What is to be written from the mirrors of lost ranks that no living one replicates, by the rank to write it.
@@ -142,7 +142,7 @@ class Checkpoints:
             else:
                 path = str(writing.draft.path(rank_file(slot.rank)))
                 writing.elsewhere.add(slot.rank)
-                self._actuators.on(holder).carry_out(node_orders.StorePart(slot.rank, writing.order.boundary, path))
+                self._wire.order_on(holder, node_orders.StorePart(slot.rank, writing.order.boundary, path))
 
     def take_part(self, message: node_reports.PartStored) -> None:
         """The agent of another node has written what is a rank's own, or could not."""
@@ -161,7 +161,7 @@ class Checkpoints:
             return
         self._finish_if_all_is_there(writing)
 
-    def take_dumped(self, slot: RankSlot, message: Dumped) -> None:
+    def take_dumped(self, slot: Row, message: Dumped) -> None:
         """A rank has written its share, or could not; after the last one the rest is done in the background."""
         writing = self._writing
         if writing is None or message.generation != writing.order.generation:
@@ -267,12 +267,12 @@ class Checkpoints:
         failed = recovery.StatePersisted(at_s=at_s, generation=generation, why_not=why_not, is_handled=is_handled)
         self._node.advance(failed)
 
-    def _rank_parts(self, boundary: int, slots: Sequence[RankSlot]) -> tuple[dict[int, bytes], list[str]]:
+    def _rank_parts(self, boundary: int, slots: Sequence[Row]) -> tuple[dict[int, bytes], list[str]]:
         """(each own part of these ranks, what is missing): the records outlive their ranks."""
         parts, missing = {}, []
         for slot in slots:
             try:
-                parts[slot.rank] = own_part(self._node, slot, boundary)
+                parts[slot.rank] = rank_records.own_part(self._node, slot.rank, boundary)
             except KeyError:
                 missing.append(_what_is_lost(slot.rank, boundary))
         return parts, missing
@@ -287,7 +287,7 @@ class Checkpoints:
             self.fail(order, str(error))
             return
         parts = [
-            (slot.rank, own_part(self._node, slot, order.boundary))
+            (slot.rank, rank_records.own_part(self._node, slot.rank, order.boundary))
             if stored.is_in_recorder
             else (slot.rank, msgpack.packb(stored.rank_part(slot.rank)))
             for slot in self._node.slots
@@ -317,20 +317,6 @@ class Checkpoints:
         shares = [(rank, _reader_of(fd, buffer.written[rank].bytes)) for rank, fd in enumerate(buffer.shares)]
         differences = RankDifferences(buffer.headers, buffer.replicas)
         self.writer.submit(draft, parts, buffer.first, differences, "periodic", [], time.monotonic(), finish, shares)
-
-
-def own_part(node: Node, slot: RankSlot, boundary: int) -> bytes:
-    """What a checkpoint has of a rank alone: of this node, or of the one before it, whose records this one keeps.
-
-    slot       of the rank
-    boundary   of the checkpoint
-    returns    msgpack of its records
-
-    Raises KeyError if there is no record of the boundary.
-    """
-    recorder = node.recorder_of(slot) if slot.is_here else rank_records.kept_of(node, slot.rank)
-    packed: bytes = msgpack.packb(recorder.export(boundary))
-    return packed
 
 
 def _what_is_lost(rank: int, boundary: int) -> str:

@@ -15,13 +15,13 @@ from dataclasses import asdict, replace
 from msgspec import structs
 
 from ttprun import recovery
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.incidents import Incidents
+from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.lead.topology_report import topology_of
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, report_mismatch
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.topology import StateSource
@@ -41,11 +41,9 @@ LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
 class Comparisons:
     """Compares what the ranks of one group hold."""
 
-    def __init__(
-        self, node: Node, actuators: Actuators, times: SnapshotTimes, incidents: Incidents, mirrors: Mirrors
-    ) -> None:
+    def __init__(self, node: Node, wire: Wire, times: SnapshotTimes, incidents: Incidents, mirrors: Mirrors) -> None:
         self._node = node
-        self._actuators = actuators
+        self._wire = wire
         self._mirrors = mirrors
         self._times = times
         self._incidents = incidents
@@ -72,7 +70,7 @@ class Comparisons:
         self._repaired = ((*before, *ranks) if repaired_at == boundary else ranks, boundary)
         self._looks = replace(self._looks, agreed_at=boundary, reported={})
 
-    def take(self, slot: RankSlot, message: from_rank.Held) -> None:
+    def take(self, slot: Row, message: from_rank.Held) -> None:
         """A rank reports digests of what it holds; the last one's report shows who is a replica of whom."""
         before = self._looks
         self._names |= message.names
@@ -136,7 +134,7 @@ class Comparisons:
             if owners[rank] != owners[other]
         )
 
-    def _refuse_repair(self, slot: RankSlot, boundary: int, what: str) -> None:
+    def _refuse_repair(self, slot: Row, boundary: int, what: str) -> None:
         """What the repaired ranks do is not what the lost ones did.
 
         what   which ranks hold what
@@ -149,7 +147,7 @@ class Comparisons:
         )
         self._mismatch(slot, reason)
 
-    def _mismatch(self, slot: RankSlot, what: str) -> None:
+    def _mismatch(self, slot: Row, what: str) -> None:
         report_mismatch(self._node, slot.rank, self._node.job.generation, Reason("other-weights", what))
 
     def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
@@ -173,7 +171,7 @@ class Comparisons:
         if replicas.has_single_holders:
             self._times.take_one_at_once()
 
-    def note_mirrored(self, slot: RankSlot, message: from_rank.StateMirrored) -> None:
+    def note_mirrored(self, slot: Row, message: from_rank.StateMirrored) -> None:
         """A rank has mirrored its state for the first time, or cannot."""
         node, mirrored = self._node, self._looks.replicas.mirrored
         node.log("state_mirrored", rank=slot.rank, **structs.asdict(message))
@@ -184,7 +182,7 @@ class Comparisons:
         self._say_mirrored()
         self._write_topology()
 
-    def note_mirror_copied(self, slot: RankSlot, message: from_rank.MirrorCopied) -> None:
+    def note_mirror_copied(self, slot: Row, message: from_rank.MirrorCopied) -> None:
         """A rank of the next node keeps another one's mirror, or cannot."""
         self._node.log("mirror_copied", rank=slot.rank, **structs.asdict(message))
         if not message.why_not:
@@ -285,10 +283,10 @@ class Comparisons:
         for slot in self._node.slots:
             slot.send_if_present(to_rank.LookAt(boundary + LOOK_AHEAD))
 
-    def report_owners(self, slot: RankSlot) -> None:
+    def report_owners(self, slot: Row) -> None:
         """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
-        if order := self._mirrors.order_for(slot):
-            self._actuators.order(slot.rank, order)
+        if order := self._mirrors.order_for(slot.rank):
+            self._wire.order(slot.rank, order)
         is_none_alike = all(len(ranks) == 1 for ranks in self._looks.replicas.groups)
         # Results of operations are in no copy of a mirror: the others keep what they had put into them.
         if self._looks.replicas.groups and is_none_alike and not self._mirrors.is_on_next_node:
@@ -335,7 +333,7 @@ class Comparisons:
             logger.warning("the first snapshot is taken: if a rank is lost, %s%s", cost, at_most)
         self._write_topology()
 
-    def _answer_divergence(self, slot: RankSlot, divergence: Divergence) -> None:
+    def _answer_divergence(self, slot: Row, divergence: Divergence) -> None:
         """Replica peers hold different weights, though they were alike and have had the same gradients."""
         new = [odd for odd in (self._node.slots[rank] for rank in divergence.ranks) if not odd.divergence]
         if not new and divergence.ranks:

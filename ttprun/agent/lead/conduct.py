@@ -1,6 +1,6 @@
 """The coordinator: owns the state machine of the whole job. Events go in, and what it orders is carried out.
 
-What concerns one node's ranks goes to that node's actuator (`actuators.py`). The deadlines of a recovery's phases are
+What concerns one node's ranks goes to that node (`wire.py`). The deadlines of a recovery's phases are
 for ranks that do nothing more: while all that are waited for still work, a deadline comes up to ten times as late, and
 later on a busy machine. Only a job that a user or scheduler ends has no more time than was asked for. Begin with
 `ACTIONS`, `Coordinator.advance` and `Deadlines.pass_time`.
@@ -17,7 +17,6 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents
@@ -25,6 +24,7 @@ from ttprun.agent.lead.leader import Leader
 from ttprun.agent.lead.membership import NodeMembership, Spares
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.rewinds import Rewinds
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.loop import CannotDecideError
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.verdict import Verdict
@@ -127,7 +127,7 @@ class Coordinator:
     """Decides for all ranks, on whatever nodes they are."""
 
     node: Node
-    actuators: Actuators
+    wire: Wire
     checkpoints: Checkpoints
     incidents: Incidents
     repairs: Repairs
@@ -197,7 +197,7 @@ class Coordinator:
 
     def _kill(self, action: process_orders.KillRank) -> None:
         is_late = self.hang_detector.is_late(self.node.slots[action.rank])
-        self.actuators.order(action.rank, replace(action, is_late=is_late))
+        self.wire.order(action.rank, replace(action, is_late=is_late))
 
     def _restart(self, action: recovery.RestartGroup) -> None:
         self._end_group("restart", action.reason)
@@ -226,4 +226,4 @@ class Coordinator:
             for slot in self.node.slots:
                 slot.take_journal({})
                 slot.forget_divergence()
-            self.actuators.order_all(node_orders.Recovered())
+            self.wire.order_all(node_orders.Recovered())

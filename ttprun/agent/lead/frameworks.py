@@ -13,9 +13,9 @@ from typing import Any, Literal, assert_never
 
 from ttprun import recovery
 from ttprun.agent.lead.repairs import Repairs
+from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.schedulers import Scheduler
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.mindio import RepairType
@@ -60,7 +60,7 @@ class Frameworks(Repairs):
         self._save_step = 0
         self._renames = -1
 
-    def take(self, slot: RankSlot, message: mindio.Report | from_rank.OfAlignment) -> None:
+    def take(self, slot: Row, message: mindio.Report | from_rank.OfAlignment) -> None:
         """A rank reports of its framework."""
         match message:
             case mindio.ReplicasDeclared(groups=groups):
@@ -247,7 +247,7 @@ class Frameworks(Repairs):
             saves_of_rank = [mindio.Saving(kind, list(together)) for kind, together in groups]
             self._node.slots[rank].send(mindio.Save(action.generation, action.boundary, saves_of_rank))
 
-    def _take_saved(self, slot: RankSlot, generation: int) -> None:
+    def _take_saved(self, slot: Row, generation: int) -> None:
         """A rank has written its part: after the last one, a checkpoint is made of them."""
         if generation != self._node.job.generation:
             return

@@ -16,10 +16,10 @@ from dataclasses import asdict
 
 from ttprun import recovery
 from ttprun.agent.lead.repairs import Repairs
+from ttprun.agent.lead.row import Row
 from ttprun.agent.node import life_signs, stack_dumps, stack_reports
 from ttprun.agent.node.node import Node, note_failure
 from ttprun.agent.node.own_states import OwnStates
-from ttprun.agent.node.rank_slot import Elsewhere, RankSlot
 from ttprun.agent.node.stack_reports import Target
 from ttprun.agent.node.verdict import Failure
 from ttprun.device.device_errors import DeviceFault
@@ -158,11 +158,11 @@ class HangDetector:
         behind = tuple(slot.rank for slot in slots if board.get(slot.rank, Field.APPLIED) < boundary)
         return late or behind
 
-    def is_late(self, slot: RankSlot) -> bool:
+    def is_late(self, slot: Row) -> bool:
         """Whether a deadline has condemned a rank whose stack has not been reported yet."""
         return slot.pid not in self._reported_pids and self._node.job.phase in _REPAIRING and slot.is_present
 
-    def take_broken(self, slot: RankSlot, message: Broken) -> None:
+    def take_broken(self, slot: Row, message: Broken) -> None:
         """A rank says that an operation has failed, though it has heard of no fault."""
         node, now = self._node, time.monotonic()
         generation, fault = message.generation, message.device_fault
@@ -327,15 +327,16 @@ class HangDetector:
     def _is_in_script(self, hung: Hung) -> bool:
         return hung.way in _IN_SCRIPT and self._node.job.phase in _IN_STEP
 
-    def _reached(self, slot: RankSlot) -> int:
-        return self._own_states.reached(slot, self._node.board.get(slot.rank, Field.RECORDED))
+    def _reached(self, slot: Row) -> int:
+        return self._own_states.reached(slot.rank, self._node.board.get(slot.rank, Field.RECORDED))
 
     def _take_stacks(self, hung: Hung, is_only_reported: bool) -> None:
         """Conclude with the rank's stack, as far as it can be had, once that is taken."""
         node, observation, slot = self._node, hung.observation, self._node.slots[hung.observation.rank]
         self._reported_pids.add(slot.pid)
         if slot.is_here:
-            target, take_others = Target.of(node, slot), stack_reports.take_all(node, without=slot.rank)
+            target = Target.of(node, node.process(slot.rank))
+            take_others = stack_reports.take_all(node, without=slot.rank)
 
             def take() -> tuple[tuple[RankStack, ...], list[str]]:
                 text = stack_dumps.take(target.writer, observation.is_stopped)
@@ -404,9 +405,10 @@ class HangDetector:
             failure = Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
             note_failure(node, failure)
             if recovery.is_alone(node.job, slot.rank) and slot.is_here:
-                slot.kill()  # it must not keep another state while it is decided to which one it goes back
+                # It must not keep another state while it is decided to which one it goes back.
+                node.process(slot.rank).kill()
                 life_signs.let_stop(slot.pid)
-                self._own_states.report_what_is_left(slot)
+                self._own_states.report_what_is_left(slot.rank)
             node.advance(
                 recovery.RankHung(
                     at_s=time.monotonic(),
@@ -423,7 +425,7 @@ class HangDetector:
     def _is_unrepairable(self, rank: int) -> bool:
         job = self._node.job
         if recovery.is_alone(job, rank):
-            return self._own_states.newest(self._node.slots[rank]) is None
+            return self._own_states.newest(rank) is None
         is_replaceable = "replace" in job.settings.rungs and not job.unprotected_reason
         return not is_replaceable and bool(recovery.why_not_without(job, (rank,)))
 
@@ -431,17 +433,17 @@ class HangDetector:
         observed = (self._observation(slot) for slot in self._node.slots if not slot.is_finished and not slot.is_lost)
         return [observation for observation in observed if observation is not None]
 
-    def _seen_elsewhere(self, slot: RankSlot, elsewhere: Elsewhere) -> tuple[str, float]:
+    def _seen_elsewhere(self, slot: Row) -> tuple[str, float]:
         """State and processor time of a rank on another node; nothing if its agent has not been heard of late."""
         peers = self._node.peers
         is_fresh = peers.unheard_s(peers.node_of(slot.rank)) < _STALE_S
-        return (elsewhere.state, elsewhere.cpu_s) if is_fresh else ("", 0.0)
+        return (slot.state, slot.cpu_s) if is_fresh else ("", 0.0)
 
-    def _observation(self, slot: RankSlot) -> Observation | None:
+    def _observation(self, slot: Row) -> Observation | None:
         """One rank now; None if its process has just ended."""
-        row, elsewhere = self._node.board_row(slot), slot.elsewhere
+        row = self._node.board_row(slot)
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, cpu_s = state_of(slot.pid) if elsewhere is None else self._seen_elsewhere(slot, elsewhere)
+            state, cpu_s = state_of(slot.pid) if slot.is_here else self._seen_elsewhere(slot)
             if state in "ZX":  # also if it is not known
                 return None
             phase = Phase(row[Field.PHASE])

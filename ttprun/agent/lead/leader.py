@@ -84,7 +84,7 @@ class Leader:
         node, peers = self.node, self.node.peers
         if now >= self._rows_next_s:
             self._rows_next_s = now + _ROWS_EVERY_S * min(_ROWS_RARELY, max(1.0, peers.size / _ROWS_OFTEN))
-            peers.to_all(board_rows.rows_of(node, node.slots))
+            peers.to_all(board_rows.rows_of(node, range(len(node.slots))))
         for number in peers.silent(node.has_stepped()):
             peers.note_out_of_reach(number)
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
@@ -112,7 +112,7 @@ class Leader:
         first = number * peers.ranks_per_node
         slots = [slot for slot in node.slots[first : first + peers.ranks_per_node] if not slot.is_finished]
         for slot in slots:
-            slot.lose_elsewhere(node.board)
+            slot.lose(node.board)
         # The board knows its rows as of some time ago. What our own ranks have applied, all had recorded.
         applied = [node.board.get(slot.rank, Field.APPLIED) for slot in node.here]
         boundary = max(*applied, *(slot.lost_boundary for slot in slots)) if slots else 0
@@ -170,7 +170,7 @@ class Leader:
             case node_reports.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)
                 if message.is_awaited:
-                    board_rows.share(node, [node.slots[row.rank] for row in theirs])
+                    board_rows.share(node, [row.rank for row in theirs])
             case meeting.Deposed(reason=reason):
                 self.depose(f"{node.peers.name_of(number)} goes on without this node: {reason}")
             case Refused(reason=reason):
@@ -217,8 +217,8 @@ class Leader:
         slot, message = self.node.slots[said.rank], said.message
         if slot.pid != said.pid:
             return  # its process has ended
-        if slot.elsewhere is not None and isinstance(message, RankFrozen):
-            slot.elsewhere.fingerprints = {message.boundary: said.fingerprint}
+        if isinstance(message, RankFrozen):
+            slot.fingerprints = {message.boundary: said.fingerprint}
         self.reports.take(slot, message)
 
     def _on_event(self, number: int, event: Event) -> None:
@@ -227,7 +227,7 @@ class Leader:
         where = {} if number == node.peers.node else {"node": number}
         match event:
             case RankStarted(rank=rank, pid=pid):
-                node.slots[rank].begin_elsewhere(pid)
+                node.slots[rank].begin_process(pid)
                 if where:
                     node.log("rank_started", rank=rank, pid=pid, **where)
             case SpawnFailed(rank=rank, reason=reason):
@@ -246,12 +246,12 @@ class Leader:
         node, slot = self.node, self.node.slots[event.rank]
         if slot.pid != event.pid:
             return
-        slot.end_elsewhere(event)
+        slot.end(event)
         if slot.is_lost:
             note_failure(node, event)
-            event = replace(event, boundary=self.own_states.reached(slot, event.boundary))
+            event = replace(event, boundary=self.own_states.reached(slot.rank, event.boundary))
         event = replace(event, traceback="")
         log_exit(node, event, where)
         if slot.is_lost and slot.is_here:
-            self.own_states.report_what_is_left(slot)
+            self.own_states.report_what_is_left(slot.rank)
         node.advance(event)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from ttprun import recovery
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.schedules import QuiesceSchedule
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.node import Node, give_up
 from ttprun.agent.node.verdict import Verdict
 from ttprun.errors import ConfigError, one_line
@@ -354,9 +354,9 @@ class Spares:
     membership   knows which nodes may train
     """
 
-    def __init__(self, node: Node, actuators: Actuators, membership: NodeMembership) -> None:
+    def __init__(self, node: Node, wire: Wire, membership: NodeMembership) -> None:
         self._node = node
-        self._actuators = actuators
+        self._wire = wire
         self._vacant: dict[int, Vacancy] = {}
         self._membership = membership
 
@@ -377,7 +377,7 @@ class Spares:
         number = peers.node_of(action.rank)
         vacancy = self._vacant.get(number)
         if vacancy is None and peers.is_connected(number):
-            self._actuators.on(number).carry_out(action)
+            self._wire.order_on(number, action)
             return
         if vacancy is None:
             vacancy = self._vacant[number] = Vacancy(time.monotonic())
@@ -415,7 +415,7 @@ class Spares:
         peers = self._node.peers
         keeper = (number + 1) % peers.size
         if peers.is_connected(keeper):
-            self._actuators.on(keeper).carry_out(node_orders.GiveRecords(ranks))
+            self._wire.order_on(keeper, node_orders.GiveRecords(ranks))
         else:
             for rank in ranks:
                 self.take_records(node_reports.Records(rank, ""))
@@ -436,9 +436,9 @@ class Spares:
         del self._vacant[number]
         source = self._node.job.source
         if source is not None:
-            self._actuators.on(number).carry_out(node_orders.VoidBeyond(source.boundary))
+            self._wire.order_on(number, node_orders.VoidBeyond(source.boundary))
         for action in vacancy.spawns.values():
-            self._actuators.on(number).carry_out(action)
+            self._wire.order_on(number, action)
 
     def look(self) -> None:
         """Time has passed: who waits may train by now, and nobody waits for ever."""

@@ -6,9 +6,9 @@ import logging
 import time
 
 from ttprun import recovery
+from ttprun.agent.lead.row import Row
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.own_states import OwnStates
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol import from_rank
 from ttprun.protocol.reason import Reason
 
@@ -28,7 +28,7 @@ class Protection:
         self._announced = announced
         self._returns = 0
 
-    def note_unprotected(self, slot: RankSlot, reason: Reason) -> None:
+    def note_unprotected(self, slot: Row, reason: Reason) -> None:
         """No rank can be repaired any more."""
         node = self._node
         node.log("rank_unprotected", rank=slot.rank, reason=reason)
@@ -38,21 +38,21 @@ class Protection:
             self._pass_on(slot)
             self._announce(slot, reason)
 
-    def note_membership(self, slot: RankSlot, message: from_rank.RankTrainsAlone | from_rank.RankJoined) -> None:
+    def note_membership(self, slot: Row, message: from_rank.RankTrainsAlone | from_rank.RankJoined) -> None:
         """A rank trains alone, or with others; one that cannot be repaired may be of a group from now on."""
         is_first = not self._node.job.unprotected_reason
         self._node.advance(message)
         if is_first:
             self._pass_on(slot)
 
-    def _pass_on(self, slot: RankSlot) -> None:
+    def _pass_on(self, slot: Row) -> None:
         """If no rank can be repaired any more because of this one, the others need not record anything for it."""
         reason = self._node.job.unprotected_reason
         for other in self._node.slots:
             if other is not slot and reason:
                 other.send(from_rank.RankUnprotected(reason))
 
-    def note_hindered(self, slot: RankSlot, message: from_rank.RankHindered) -> None:
+    def note_hindered(self, slot: Row, message: from_rank.RankHindered) -> None:
         """The place where a rank is now cannot be replayed, or can be again."""
         node, why, boundary = self._node, message.reason, message.boundary
         node.log("rank_hindered", rank=slot.rank, boundary=boundary, reason=why)
@@ -66,7 +66,7 @@ class Protection:
             more = "" if self._returns < _MOST_RETURNS else "; for further changes see 'ttprun status'"
             logger.warning("from step %d on a lost rank can be replaced%s", boundary, more)
 
-    def _announce(self, slot: RankSlot, why: Reason) -> None:
+    def _announce(self, slot: Row, why: Reason) -> None:
         """Say on the console why no rank can be replaced now, and what that means; once, not once a rank."""
         job = self._node.job
         if why in self._announced or job.settings.rungs.isdisjoint(("replace", "rerun", "rewind")):
@@ -74,7 +74,7 @@ class Protection:
         self._announced.add(why)
         said = f"{why}{why.pointer}"
         if recovery.is_alone(job, slot.rank) and job.settings.world_size > 1:
-            kept = self._own_states.newest(slot)
+            kept = self._own_states.newest(slot.rank)
             cost = recovery.cost_of_a_loss_alone(job, slot.rank, None, kept)
             logger.warning("rank %d is not protected: %s. If it is lost, %s", slot.rank, said, cost)
             return

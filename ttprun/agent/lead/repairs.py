@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
+from ttprun.agent.lead.row import Row
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.node import Node, report_mismatch
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.groups.agreement import Agreed, Operation, expected_of
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.from_rank import GroupJournal
@@ -82,7 +82,7 @@ class Repairs(ABC):
 
     # Reports.
 
-    def take(self, slot: RankSlot, message: mindio.Report | from_rank.OfAlignment) -> None:  # noqa: B027
+    def take(self, slot: Row, message: mindio.Report | from_rank.OfAlignment) -> None:  # noqa: B027
         """A rank reports what only one of the two ways of repair is concerned with."""
 
 
@@ -178,7 +178,7 @@ class Replays(Repairs):
     """Repairs the ranks of a node by replay."""
 
     _node: Node
-    _actuators: Actuators
+    _wire: Wire
     _comparisons: Comparisons
     _checkpoints: Checkpoints
     _elsewhere: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
@@ -205,10 +205,10 @@ class Replays(Repairs):
             return
         source, peers = action.source, None
         if source is not None and source != action.rank and not slot.divergence:
-            peers = self._actuators.of(source).fingerprint(source, action.boundary)
+            peers = node.slots[source].fingerprints.get(action.boundary, "")
         is_before_step = node.job.replicas.has_collective_steps
         filled = {"is_contradicted": node.job.is_contradicted, "is_before_step": is_before_step}
-        self._actuators.order(action.rank, replace(action, fingerprint=peers, **filled))
+        self._wire.order(action.rank, replace(action, fingerprint=peers, **filled))
 
     def send_state(self, action: to_rank.SendState) -> None:
         """Have the source and the replacements pass the state over."""
@@ -232,7 +232,7 @@ class Replays(Repairs):
         """Have a replacement load what its rank had mirrored, if it has not done so before its step."""
         self._comparisons.note_repair((action.rank,), action.boundary)
         is_before_step = self._node.job.replicas.has_collective_steps
-        self._actuators.order(action.rank, replace(action, is_before_step=is_before_step))
+        self._wire.order(action.rank, replace(action, is_before_step=is_before_step))
 
     def resume(self, action: to_rank.Resume) -> None:
         """Have all ranks connect and issue their journals again."""
@@ -252,7 +252,7 @@ class Replays(Repairs):
                 settled=agreed[rank].settled,
                 takes_from=takes_from.get(rank),
             )
-            self._actuators.of(rank).forward(rank, resume)
+            slots[rank].send(resume)
 
     def _whose_gradients(
         self, action: to_rank.Resume, journals: Mapping[int, dict[str, GroupJournal]], given: Collection[Operation]
@@ -263,7 +263,7 @@ class Replays(Repairs):
             return {}
         return plan_alignment(journals, given, job.alike(action.ranks), job.lost)
 
-    def take(self, slot: RankSlot, message: mindio.Report | from_rank.OfAlignment) -> None:
+    def take(self, slot: Row, message: mindio.Report | from_rank.OfAlignment) -> None:
         """A replacement asks for gradients, or a rank has taken them."""
         match message:
             case from_rank.Unaligned():

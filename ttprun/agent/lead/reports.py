@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents
 from ttprun.agent.lead.protection import Protection
 from ttprun.agent.lead.repairs import Repairs
+from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.snapshots import Snapshots
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.node import Node, note_failure, note_script_error, refuse
 from ttprun.agent.node.own_states import OwnStates
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.verdict import Failure
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, mindio, node_orders
@@ -37,7 +37,7 @@ from ttprun.recovery.members import MemberFlag
 logger = logging.getLogger("ttprun")
 
 
-class Row(NamedTuple):
+class Handling(NamedTuple):
     """What becomes of a message.
 
     take   of Reports, or of one of its parts; given the slot whose process has sent it, and the message
@@ -48,59 +48,59 @@ class Row(NamedTuple):
     part: str = ""
 
 
-_ROWS: dict[type[Message], Row] = {
-    from_rank.Present: Row("_on_present"),
-    from_rank.Put: Row("_on_put"),
+_ROWS: dict[type[Message], Handling] = {
+    from_rank.Present: Handling("_on_present"),
+    from_rank.Put: Handling("_on_put"),
     # Protection.
-    from_rank.RankProtected: Row("_on_protected"),
-    from_rank.RankUnprotected: Row("_on_unprotected"),
-    from_rank.RankHindered: Row("protection.note_hindered"),
-    from_rank.RankTrainsAlone: Row("protection.note_membership"),
-    from_rank.RankJoined: Row("protection.note_membership"),
-    from_rank.CollectiveStep: Row("_on_collective_steps"),
+    from_rank.RankProtected: Handling("_on_protected"),
+    from_rank.RankUnprotected: Handling("_on_unprotected"),
+    from_rank.RankHindered: Handling("protection.note_hindered"),
+    from_rank.RankTrainsAlone: Handling("protection.note_membership"),
+    from_rank.RankJoined: Handling("protection.note_membership"),
+    from_rank.CollectiveStep: Handling("_on_collective_steps"),
     # Faults.
-    from_rank.ScriptError: Row("_on_script_error"),
-    from_rank.RankFaulted: Row("_on_faulted"),
-    from_rank.Broken: Row("hang_detector.take_broken"),
-    from_rank.StoppedDivergent: Row("_on_stopped"),
-    from_rank.NanFound: Row("_on_nan"),
-    MismatchFound: Row("_on_mismatch"),
+    from_rank.ScriptError: Handling("_on_script_error"),
+    from_rank.RankFaulted: Handling("_on_faulted"),
+    from_rank.Broken: Handling("hang_detector.take_broken"),
+    from_rank.StoppedDivergent: Handling("_on_stopped"),
+    from_rank.NanFound: Handling("_on_nan"),
+    MismatchFound: Handling("_on_mismatch"),
     # A repair.
-    from_rank.RankFrozen: Row("_on_frozen"),
-    from_rank.RankReplayed: Row("_on_replayed"),
-    from_rank.StateSent: Row("_advance"),
-    from_rank.RankRepaired: Row("_advance"),
-    from_rank.RankRebuilt: Row("_advance"),
-    from_rank.RankReissued: Row("_advance"),
-    from_rank.Unaligned: Row("repairs.take"),
-    from_rank.Aligned: Row("repairs.take"),
+    from_rank.RankFrozen: Handling("_on_frozen"),
+    from_rank.RankReplayed: Handling("_on_replayed"),
+    from_rank.StateSent: Handling("_advance"),
+    from_rank.RankRepaired: Handling("_advance"),
+    from_rank.RankRebuilt: Handling("_advance"),
+    from_rank.RankReissued: Handling("_advance"),
+    from_rank.Unaligned: Handling("repairs.take"),
+    from_rank.Aligned: Handling("repairs.take"),
     # Copies of a rank's state.
-    from_rank.OwnStateKept: Row("own_states.note"),
-    from_rank.StateMirrored: Row("comparisons.note_mirrored"),
-    from_rank.MirrorCopied: Row("comparisons.note_mirror_copied"),
-    from_rank.Held: Row("comparisons.take", "comparisons"),
-    SnapshotSize: Row("_on_snapshot_size", "snapshots"),
-    SnapshotTaken: Row("snapshots.take", "snapshots"),
-    Dumped: Row("checkpoints.take_dumped"),
+    from_rank.OwnStateKept: Handling("own_states.note"),
+    from_rank.StateMirrored: Handling("comparisons.note_mirrored"),
+    from_rank.MirrorCopied: Handling("comparisons.note_mirror_copied"),
+    from_rank.Held: Handling("comparisons.take", "comparisons"),
+    SnapshotSize: Handling("_on_snapshot_size", "snapshots"),
+    SnapshotTaken: Handling("snapshots.take", "snapshots"),
+    Dumped: Handling("checkpoints.take_dumped"),
     # What is not proved.
-    from_rank.Compared: Row("_on_compared", "incident notes"),
-    from_rank.NotProved: Row("_on_not_proved", "incident notes"),
-    from_rank.NotRecorded: Row("_on_not_recorded", "incident notes"),
-    from_rank.Note: Row("_on_note", "incident notes"),
+    from_rank.Compared: Handling("_on_compared", "incident notes"),
+    from_rank.NotProved: Handling("_on_not_proved", "incident notes"),
+    from_rank.NotRecorded: Handling("_on_not_recorded", "incident notes"),
+    from_rank.Note: Handling("_on_note", "incident notes"),
     # Injected faults.
-    from_rank.FaultStruck: Row("injections.struck", "fault injection"),
-    from_rank.FaultFailed: Row("injections.failed", "fault injection"),
+    from_rank.FaultStruck: Handling("injections.struck", "fault injection"),
+    from_rank.FaultFailed: Handling("injections.failed", "fault injection"),
     # A framework with callbacks of its own.
-    mindio.Prepared: Row("_on_prepared"),
-    mindio.ReplicasDeclared: Row("repairs.take"),
-    mindio.DataParallelDeclared: Row("repairs.take"),
-    mindio.ElasticDeclared: Row("repairs.take"),
-    mindio.SchedulerRegistered: Row("repairs.take"),
-    mindio.SchedulerAsked: Row("repairs.take"),
-    mindio.Paused: Row("repairs.take"),
-    mindio.SavedByFramework: Row("repairs.take"),
-    mindio.Renamed: Row("repairs.take"),
-    Refused: Row("_on_refused"),
+    mindio.Prepared: Handling("_on_prepared"),
+    mindio.ReplicasDeclared: Handling("repairs.take"),
+    mindio.DataParallelDeclared: Handling("repairs.take"),
+    mindio.ElasticDeclared: Handling("repairs.take"),
+    mindio.SchedulerRegistered: Handling("repairs.take"),
+    mindio.SchedulerAsked: Handling("repairs.take"),
+    mindio.Paused: Handling("repairs.take"),
+    mindio.SavedByFramework: Handling("repairs.take"),
+    mindio.Renamed: Handling("repairs.take"),
+    Refused: Handling("_on_refused"),
 }
 
 
@@ -115,7 +115,7 @@ class Reports:
     """
 
     node: Node
-    actuators: Actuators
+    wire: Wire
     comparisons: Comparisons
     checkpoints: Checkpoints
     incidents: Incidents
@@ -130,7 +130,7 @@ class Reports:
     _voided: set[tuple[int, int]] = field(default_factory=set, init=False)
     _nan_step: int = field(default=-2, init=False)
 
-    def take(self, slot: RankSlot, message: Message) -> None:
+    def take(self, slot: Row, message: Message) -> None:
         """A message has come from the process of a slot."""
         row = _ROWS.get(type(message))
         if row is None:
@@ -144,57 +144,57 @@ class Reports:
         else:
             take(slot, message)
 
-    def _advance(self, slot: RankSlot, message: RankEvent) -> None:
+    def _advance(self, slot: Row, message: RankEvent) -> None:
         """A message that is an event as it is."""
         self.node.advance(message)
 
-    def _on_unprotected(self, slot: RankSlot, message: from_rank.RankUnprotected) -> None:
+    def _on_unprotected(self, slot: Row, message: from_rank.RankUnprotected) -> None:
         self.protection.note_unprotected(slot, message.reason)
 
-    def _on_collective_steps(self, slot: RankSlot, message: from_rank.CollectiveStep) -> None:
+    def _on_collective_steps(self, slot: Row, message: from_rank.CollectiveStep) -> None:
         self.comparisons.note_collective_steps()
 
-    def _on_refused(self, slot: RankSlot, message: Refused) -> None:
+    def _on_refused(self, slot: Row, message: Refused) -> None:
         refuse(self.node, slot.rank, message.reason)
 
-    def _on_protected(self, slot: RankSlot, message: from_rank.RankProtected) -> None:
+    def _on_protected(self, slot: Row, message: from_rank.RankProtected) -> None:
         slot.protect()
         self.node.advance(message)
 
-    def _on_mismatch(self, slot: RankSlot, message: MismatchFound) -> None:
+    def _on_mismatch(self, slot: Row, message: MismatchFound) -> None:
         if message.detail:
             self.node.log("mismatch_detail", rank=slot.rank, detail=message.detail)
         reason = message.reason if message.is_near else message.reason.with_cure()
         self.node.advance(replace(message, reason=reason, detail=""))
 
-    def _on_replayed(self, slot: RankSlot, message: from_rank.RankReplayed) -> None:
+    def _on_replayed(self, slot: Row, message: from_rank.RankReplayed) -> None:
         where = {"generation": message.generation, "boundary": message.boundary}
         self.node.log("rank_replayed", rank=slot.rank, **where, setup_s=message.setup_s)
         self.node.advance(message)
 
-    def _on_prepared(self, slot: RankSlot, message: mindio.Prepared) -> None:
+    def _on_prepared(self, slot: Row, message: mindio.Prepared) -> None:
         self.repairs.take(slot, message)
         self.take(slot, from_rank.RankReplayed(message.generation, message.boundary, 0.0))
 
-    def _on_snapshot_size(self, slot: RankSlot, message: SnapshotSize) -> None:
+    def _on_snapshot_size(self, slot: Row, message: SnapshotSize) -> None:
         self.snapshots.share_bytes = message.bytes
 
-    def _on_compared(self, slot: RankSlot, message: from_rank.Compared) -> None:
+    def _on_compared(self, slot: Row, message: from_rank.Compared) -> None:
         self.incidents.note_compared(slot.rank, message.equal, message.not_proved)
 
-    def _on_not_proved(self, slot: RankSlot, message: from_rank.NotProved) -> None:
+    def _on_not_proved(self, slot: Row, message: from_rank.NotProved) -> None:
         self.node.log("not_proved", rank=slot.rank, names=[*map(str, message.names)])
         self.incidents.not_proved.take(slot.rank, message.names)
 
-    def _on_not_recorded(self, slot: RankSlot, message: from_rank.NotRecorded) -> None:
+    def _on_not_recorded(self, slot: Row, message: from_rank.NotRecorded) -> None:
         self.node.log("not_recorded", rank=slot.rank, sentences=[*map(str, message.sentences)])
         self.incidents.not_proved.take(slot.rank, message.sentences, is_unrecorded=True)
 
-    def _on_note(self, slot: RankSlot, message: from_rank.Note) -> None:
+    def _on_note(self, slot: Row, message: from_rank.Note) -> None:
         self.node.log("note", rank=slot.rank, text=message.text)
         logger.warning("rank %d: %s", slot.rank, message.text)
 
-    def _on_present(self, slot: RankSlot, message: from_rank.Present) -> None:
+    def _on_present(self, slot: Row, message: from_rank.Present) -> None:
         """A process has greeted: it is sent what it has missed; what is new it gets by `pass_on`, as all others do."""
         self._forget_older()
         slot.greet(message.main_thread)
@@ -204,10 +204,10 @@ class Reports:
                 slot.send_if_present(put)
         self.injections.greeted(slot)
 
-    def _on_script_error(self, slot: RankSlot, message: from_rank.ScriptError) -> None:
+    def _on_script_error(self, slot: Row, message: from_rank.ScriptError) -> None:
         note_script_error(self.node, slot, message)
 
-    def _on_stopped(self, slot: RankSlot, message: from_rank.StoppedDivergent) -> None:
+    def _on_stopped(self, slot: Row, message: from_rank.StoppedDivergent) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
         recorded = self.node.board.get(slot.rank, Field.RECORDED)
         at_s, reason = time.monotonic(), slot.divergence
@@ -216,20 +216,20 @@ class Reports:
         if not slot.is_lost:  # it came while a checkpoint was written, say: the next comparison finds it again
             slot.forget_divergence()
 
-    def _on_faulted(self, slot: RankSlot, message: from_rank.RankFaulted) -> None:
+    def _on_faulted(self, slot: Row, message: from_rank.RankFaulted) -> None:
         """A transient error has ended the script of a rank, which waits for orders."""
         node = self.node
-        slot.fault(self.own_states.reached(slot, node.board.get(slot.rank, Field.RECORDED)))
+        slot.fault(self.own_states.reached(slot.rank, node.board.get(slot.rank, Field.RECORDED)))
         self.comparisons.report_owners(slot)
         note_failure(node, Failure(slot.rank, slot.pid, 1, message.reason, message.detail))
         where = {"pid": slot.pid, "boundary": slot.lost_boundary}
         event = replace(message, **where, detected_after_s=0.0, detail="")
         about = {"kind": event.kind, "reason": event.reason, "traceback": message.detail}
         node.log("rank_faulted", rank=slot.rank, **where, **about, at_s=event.at_s)
-        self.own_states.report_what_is_left(slot)
+        self.own_states.report_what_is_left(slot.rank)
         node.advance(event)
 
-    def _on_nan(self, slot: RankSlot, message: from_rank.NanFound) -> None:
+    def _on_nan(self, slot: Row, message: from_rank.NanFound) -> None:
         """A rank has found a NaN, in its own gradient or in reduced ones. With `stop` it waits before the step."""
         is_spread = message.step == self._nan_step + 1  # through the weights, which the first one has reached
         is_known = message.step == self._nan_step
@@ -251,7 +251,7 @@ class Reports:
         else:
             logger.warning("%s; training continues (on_nan: warn)", finding)
 
-    def _on_put(self, slot: RankSlot, put: from_rank.Put) -> None:
+    def _on_put(self, slot: Row, put: from_rank.Put) -> None:
         """A rank reports something to all others."""
         slot.report_in(put.generation)
         self._to_pass_on.append((slot.rank, put))
@@ -262,7 +262,7 @@ class Reports:
         self._forget_older()
         if new:
             self._passed_on += [report for report in new if report[1].generation >= self.node.job.generation]
-            self.actuators.order_all(node_orders.Broadcast(new))
+            self.wire.order_all(node_orders.Broadcast(new))
 
     def _forget_older(self) -> None:
         """What was reported in an earlier generation is void."""
@@ -270,17 +270,17 @@ class Reports:
         if self._passed_on and self._passed_on[0][1].generation < present:  # once, not for each process that greets
             self._passed_on = [report for report in self._passed_on if report[1].generation >= present]
 
-    def _on_frozen(self, slot: RankSlot, message: from_rank.RankFrozen) -> None:
+    def _on_frozen(self, slot: Row, message: from_rank.RankFrozen) -> None:
         """A survivor has quiesced at a boundary."""
         slot.take_journal(message.journal)
         if (message.generation, message.boundary) not in self._voided:  # once, not for each survivor
             self._voided.add((message.generation, message.boundary))
-            self.actuators.order_all(node_orders.VoidBeyond(message.boundary))
+            self.wire.order_all(node_orders.VoidBeyond(message.boundary))
         self._compare_journals(slot, message.generation)
         is_at_end = self.node.board.get(slot.rank, Field.ENDED) != 0
         self.node.advance(replace(message, at_s=time.monotonic(), journal={}, is_at_end=is_at_end))
 
-    def _compare_journals(self, last: RankSlot, generation: int) -> None:
+    def _compare_journals(self, last: Row, generation: int) -> None:
         """A survivor is quiesced; if it is the last one, all must have issued the same collectives.
 
         In a job that ends nobody issues them again, and all hold the state of the boundary.
@@ -305,7 +305,7 @@ class Reports:
         hung = []  # all known by their present processes, before the first one's is ended
         for odd in (self.node.slots[rank] for rank in difference.ranks):
             boundary = self.node.board.get(odd.rank, Field.APPLIED)
-            self.actuators.order(odd.rank, node_orders.VoidEvidence(odd.rank))
+            self.wire.order(odd.rank, node_orders.VoidEvidence(odd.rank))
             hung.append(
                 recovery.RankHung(rank=odd.rank, pid=odd.pid, boundary=boundary, detected_after_s=0.0, **fields)
             )

@@ -9,13 +9,13 @@ from msgspec import structs
 
 from ttprun import recovery
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
+from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.snapshots import Snapshots
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.node import Node, refuse_stored
 from ttprun.agent.node.own_states import OwnStates
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.stored_states import UNUSABLE, Stored
 from ttprun.protocol import process_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
@@ -29,7 +29,7 @@ class Rewinds:
     """Takes ranks back, on whatever nodes they are."""
 
     _node: Node
-    _actuators: Actuators
+    _wire: Wire
     _resumption: Resumption
     _comparisons: Comparisons
     _snapshots: Snapshots
@@ -55,7 +55,7 @@ class Rewinds:
         for number, ranks in by_node.items():
             trusted = tuple(rank for rank in ranks if self._is_trusted(node.slots[rank]))
             filled = {"generation": node.job.generation, "is_adapted": is_adapted, "trusted": trusted}
-            self._actuators.on(number).carry_out(structs.replace(action, ranks=tuple(ranks), **filled))
+            self._wire.order_on(number, structs.replace(action, ranks=tuple(ranks), **filled))
 
     def _stored(self, action: process_orders.Rewind) -> Stored | None:
         """What the ranks go back to; None: they begin anew. Raises if it cannot be used."""
@@ -65,7 +65,7 @@ class Rewinds:
             return self._resumption.opened(action.place)
         own = None
         if recovery.is_alone(self._node.job, action.ranks[0]):
-            own = self._own_states.stored(self._node.slots[action.ranks[0]], action.boundary)
+            own = self._own_states.stored(action.ranks[0], action.boundary)
         if own is not None:
             return own
         newest = self._snapshots.newest
@@ -92,7 +92,7 @@ class Rewinds:
             logger.warning("the same command and files do not resume from '%s' again: %s", action.place, action.reason)
         self._resumption.note_unusable(action.place, action.reason, action.is_refused)
 
-    def _is_trusted(self, slot: RankSlot) -> bool:
+    def _is_trusted(self, slot: Row) -> bool:
         """Whether what a rank has done since is what it must do again: nothing says that its state was wrong."""
         incident = self._node.job.incident
         return not slot.divergence and (incident is None or incident.kind != MismatchFound.kind)

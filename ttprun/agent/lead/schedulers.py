@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttprun import recovery
+from ttprun.agent.lead.row import Row
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol import mindio
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.mindio import SchedulerAsked
@@ -63,7 +63,7 @@ class Pause:
             self._reset()
             self._node.board.set(LEADER, Field.PAUSE_ASKED, 0)
 
-    def take(self, slot: RankSlot, number: int) -> None:
+    def take(self, slot: Row, number: int) -> None:
         """A rank waits."""
         if not self.is_asked or number != self._number:
             return
@@ -251,7 +251,7 @@ class Scheduler:
 
     # What it hears.
 
-    def register(self, slot: RankSlot) -> None:
+    def register(self, slot: Row) -> None:
         """It lives in the process of this rank."""
         self.rank = slot.rank
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from ttprun import recovery
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
+from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.node import stored_states
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.stored_states import SnapshotBuffer
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
@@ -83,7 +83,7 @@ class Snapshots:
         number = self._number + 1
         return number + 1 if self.newest is self.buffers[number % len(self.buffers)] else number
 
-    def take(self, slot: RankSlot, message: SnapshotTaken) -> None:
+    def take(self, slot: Row, message: SnapshotTaken) -> None:
         """A rank has written its part of a snapshot, or could not."""
         if message.number != self._number or not self._is_pending:
             return

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ttprun.agent.lead.incidents import Incidents
+from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.standbys import Standbys
 from ttprun.errors import in_short
 from ttprun.introspect.costs import PARTS
@@ -140,7 +141,7 @@ class StatusPublisher:
         """Write the status if something has changed, or if half a second has passed."""
         if time.monotonic() < self._not_before_s:
             return
-        job, slots = self._node.job, self._node.slots
+        job, slots = self._node.job, self._slots
         seen = (job.phase, job.generation, self._incidents.changes, tuple(slot.pid for slot in slots))
         if seen == self._seen and time.monotonic() - self._written_s < _EVERY_S:
             return
@@ -166,6 +167,11 @@ class StatusPublisher:
             self._node.peers.to_all(node_orders.Published("status", status.to_json()))
         now = time.monotonic()
         self._not_before_s = now + _MOST_SHARE * (now - self._written_s)
+
+    @property
+    def _slots(self) -> Sequence[Process | Row]:
+        """The ranks of which this agent knows: all, or those of its node if another one leads."""
+        return self._node.here if self._node.peers.is_follower else self._node.slots
 
     def take(self, published: node_orders.Published) -> None:
         """The leader has published something: `ttprun` shows the whole job here too."""
@@ -208,7 +214,7 @@ class StatusPublisher:
     def _compose_own(self, state: RunState, exit_code: int | None, reason: str) -> RunStatus:
         node, job, of_group = self._node, self._node.job, self.of_group()
         peers = node.peers
-        slots = node.here if peers.is_follower else node.slots
+        slots = self._slots
         protection, verdict = self._protection(), node.verdict
         return RunStatus(
             run_id=node.config.run_id or node.run.path.name,
@@ -270,7 +276,7 @@ class StatusPublisher:
         return protection_of(node.job, unseen, unchecked, self._incidents.not_proved.unrecorded)
 
 
-def _cost(node: Node, slots: Sequence[RankSlot]) -> CostStatus | None:
+def _cost(node: Node, slots: Sequence[Process | Row]) -> CostStatus | None:
     """What protection takes of a step; None while no rank here has measured it."""
     rows = [node.board_row(slot)[Field.COST :] for slot in slots if slot.is_present or slot.is_finished]
     measured = [row for row in rows if row[0]]
@@ -280,7 +286,7 @@ def _cost(node: Node, slots: Sequence[RankSlot]) -> CostStatus | None:
     return CostStatus(step_s, dict(zip(PARTS, parts, strict=True)))
 
 
-def _rank(node: Node, slot: RankSlot, has_ended: bool, busy_shares: BusyShares) -> RankStatus:
+def _rank(node: Node, slot: Process | Row, has_ended: bool, busy_shares: BusyShares) -> RankStatus:
     row = node.board_row(slot)
     phase = Phase(row[Field.PHASE])
     is_away = slot.rank in node.job.away
@@ -317,14 +323,14 @@ def _ended(rank: RankStatus, exit_code: int | None) -> RankStatus:
     return replace(rank, state="lost" if exit_code else "finished")
 
 
-def is_seen(node: Node, slot: RankSlot) -> bool:
+def is_seen(node: Node, slot: Process | Row) -> bool:
     """Whether a rank's hooks have been heard in its present process, and it has passed a step under them."""
     row = node.board_row(slot)
     is_on_its_way = Phase(row[Field.PHASE]) in (Phase.REPLAYING, Phase.REPAIRING)
     return slot.is_protected and row[Field.APPLIED] > 0 and not is_on_its_way
 
 
-def _protection_of_rank(node: Node, slot: RankSlot) -> str:
+def _protection_of_rank(node: Node, slot: Process | Row) -> str:
     job = node.job
     own = job.alone.get(slot.rank)
     if own is not None and own.unprotected_reason:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from ttprun import recovery
 from ttprun.agent.between.follower import Follower
 from ttprun.agent.between.roles import Following, Leading
 from ttprun.agent.between.succession import Succession
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.conduct import Coordinator, Deadlines
@@ -25,6 +25,7 @@ from ttprun.agent.lead.rewinds import Rewinds
 from ttprun.agent.lead.schedules import QuiesceSchedule, SnapshotTimes
 from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.agent.lead.status_publisher import OfGroup, StatusPublisher
+from ttprun.agent.lead.wire import Wire
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.control_socket import Requests
 from ttprun.agent.node.mirrors import Mirrors
@@ -96,20 +97,18 @@ class Group:
             watch=self.watch,
             replace_handler=new.replace_handler,
         )
-        self.actuators = Actuators(node, self.agent)
-        self.comparisons = Comparisons(node, self.actuators, times, incidents, self.mirrors)
-        self.checkpoints = Checkpoints(node, self.actuators, run.checkpoint_writer, self.comparisons)
+        self.wire = wire = Wire(node, self.agent)
+        self.comparisons = Comparisons(node, wire, times, incidents, self.mirrors)
+        self.checkpoints = Checkpoints(node, wire, run.checkpoint_writer, self.comparisons)
         self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints, buffers)
         self.repairs: Repairs = (
-            Frameworks(node)
-            if node.config.mindio
-            else Replays(node, self.actuators, self.comparisons, self.checkpoints)
+            Frameworks(node) if node.config.mindio else Replays(node, wire, self.comparisons, self.checkpoints)
         )
         self.hang_detector = HangDetector(node, self.repairs, self.own_states)
         self.deadlines = Deadlines(node, self.hang_detector)
         reports = Reports(
             node,
-            self.actuators,
+            wire,
             comparisons=self.comparisons,
             checkpoints=self.checkpoints,
             incidents=incidents,
@@ -121,18 +120,18 @@ class Group:
             snapshots=self.snapshots,
         )
         self.membership = NodeMembership(node, run.resumption, run.quiesce_schedule, run.elasticity, new.attempt)
-        self.spares = Spares(node, self.actuators, self.membership)
+        self.spares = Spares(node, wire, self.membership)
         self.leader = Leader(node, self.own_states, reports, self.spares, self.membership, run.quiesce_schedule)
         coordinator = Coordinator(
             node,
-            self.actuators,
+            wire,
             membership=self.membership,
             spares=self.spares,
             checkpoints=self.checkpoints,
             incidents=incidents,
             repairs=self.repairs,
             rewinds=Rewinds(
-                *(node, self.actuators, run.resumption, self.comparisons, self.snapshots, self.own_states),
+                *(node, wire, run.resumption, self.comparisons, self.snapshots, self.own_states),
                 self.checkpoints,
             ),
             hang_detector=self.hang_detector,
@@ -141,6 +140,7 @@ class Group:
         )
         leading = Leading(
             node,
+            wire,
             coordinator,
             self.leader,
             reports,
@@ -155,7 +155,8 @@ class Group:
         follower = Follower(node, self.agent, run.status)
         succession = Succession(node, self.agent, follower, self.leader, leading, self.comparisons, new.on_lead)
         following = Following(node, follower, succession, run.standby_watch, run.unseen)
-        node.report, node.order = self.agent.report, self.actuators.order
+        wire.take = partial(self.leader.report, node.peers.node)
+        node.report, node.order, node.forward = self.agent.report, wire.order, wire.forward
         node.take_role(following if node.peers.is_follower else leading)
         run.status.of_group = self._shown
 

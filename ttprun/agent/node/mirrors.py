@@ -30,7 +30,6 @@ from msgspec.structs import replace
 
 from ttprun.agent.node import stored_states
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol import file_stream, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.meeting import Where
@@ -67,14 +66,14 @@ class MirrorCopies:
         """Descriptors of the memory for them."""
         return [fd for slots in self._slots.values() for fd in slots]
 
-    def paths_for(self, slot: RankSlot) -> list[str]:
+    def paths_for(self, rank: int) -> list[str]:
         """Where a rank keeps the mirror of another one; empty: nowhere."""
-        return [stored_states.path_of(fd) for fd in self._slots.get(slot.rank, ())]
+        return [stored_states.path_of(fd) for fd in self._slots.get(rank, ())]
 
-    def forget(self, slot: RankSlot) -> None:
+    def forget(self, rank: int) -> None:
         """The ranks go back, or begin anew: what this one keeps of another one is void."""
         for cell in _COPY_CELLS:
-            self._node.board.set(slot.rank, cell, NOTHING.pack())
+            self._node.board.set(rank, cell, NOTHING.pack())
 
     def serve(self, rank: int) -> Where:
         """Have what is kept of a lost rank's mirror ready for the one who knows the token, for a while.
@@ -249,39 +248,39 @@ class Mirrors:
         self._shares = shares
         return True
 
-    def order_for(self, slot: RankSlot) -> to_rank.KeepMirror | None:
+    def order_for(self, rank: int) -> to_rank.KeepMirror | None:
         """What the node of a rank must know to keep its mirror; None: it is to keep none."""
-        return to_rank.KeepMirror(slot.rank, self._shares[slot.rank]) if slot.rank in self._shares else None
+        return to_rank.KeepMirror(rank, self._shares[rank]) if rank in self._shares else None
 
     def keep(self, order: to_rank.KeepMirror) -> None:
         """A rank of this node is to keep a mirror, in this share of its memory."""
-        slot = self._node.slots[order.rank]
+        slot = self._node.process(order.rank)
         if slot.rank not in self._slots:
             self._slots[slot.rank] = stored_states.new_memory("mirror", SLOTS + 1)
         limit_share = _LIMIT_SHARE if self._node.config.buddy == "auto" else 0.0
-        paths, limit_bytes = tuple(self.paths_for(slot)), int(self._all_bytes * order.share)
+        paths, limit_bytes = tuple(self.paths_for(slot.rank)), int(self._all_bytes * order.share)
         slot.send_if_present(replace(order, paths=paths, limit_bytes=limit_bytes, limit_share=limit_share))
 
-    def paths_for(self, slot: RankSlot) -> list[str]:
+    def paths_for(self, rank: int) -> list[str]:
         """Where a rank keeps its mirror; empty: nowhere."""
-        return [stored_states.path_of(fd) for fd in self._slots.get(slot.rank, ())]
+        return [stored_states.path_of(fd) for fd in self._slots.get(rank, ())]
 
-    def source_of(self, slot: RankSlot, boundary: int, is_before_step: bool) -> Source | None:
+    def source_of(self, rank: int, boundary: int, is_before_step: bool) -> Source | None:
         """Where a replacement gets the state that its rank had at a boundary; None: its mirror does not give it.
 
         is_before_step   the last step is to be taken again in any case
         """
-        state = "" if is_before_step else self.state_of(slot, boundary)
-        path = state or self._path_of(slot, boundary, "step")
+        state = "" if is_before_step else self.state_of(rank, boundary)
+        path = state or self._path_of(rank, boundary, "step")
         return Source(path, is_step=not state) if path else None
 
-    def state_of(self, slot: RankSlot, boundary: int) -> str:
+    def state_of(self, rank: int, boundary: int) -> str:
         """The slot with the state that a rank had after the step of a boundary; "": its mirror does not hold that."""
-        return self._path_of(slot, boundary, "state")
+        return self._path_of(rank, boundary, "state")
 
-    def step_of(self, slot: RankSlot, boundary: int) -> str:
+    def step_of(self, rank: int, boundary: int) -> str:
         """The slot from which the step to a boundary can be taken again; "": its mirror does not hold that."""
-        return self._path_of(slot, boundary, "step")
+        return self._path_of(rank, boundary, "step")
 
     def located(self, shares: Sequence[MirroredShare], boundary: int) -> list[MirroredShare]:
         """Those shares of a checkpoint for which this node has the state of its boundary, with where it is.
@@ -292,21 +291,20 @@ class Mirrors:
         return [share for share in placed if share.slot]
 
     def _state_of_lost(self, rank: int, boundary: int) -> str:
-        slot = self._node.slots[rank]
-        return self.state_of(slot, boundary) if slot.is_here else self.copies.state_of(rank, boundary)
+        return self.state_of(rank, boundary) if self._node.is_here(rank) else self.copies.state_of(rank, boundary)
 
-    def _path_of(self, slot: RankSlot, boundary: int, way: str) -> str:
-        if slot.rank not in self._slots:
+    def _path_of(self, rank: int, boundary: int, way: str) -> str:
+        if rank not in self._slots:
             return ""
-        slots = [unpack(self._node.board.get(slot.rank, cell)) for cell in _CELLS]
+        slots = [unpack(self._node.board.get(rank, cell)) for cell in _CELLS]
         number = slot_that_gives(slots, boundary, way)
-        return "" if number is None else self.paths_for(slot)[number]
+        return "" if number is None else self.paths_for(rank)[number]
 
-    def forget(self, slot: RankSlot) -> None:
+    def forget(self, rank: int) -> None:
         """The rank goes back, or begins anew."""
         for cell in _CELLS:
-            self._node.board.set(slot.rank, cell, NOTHING.pack())
-        self.copies.forget(slot)
+            self._node.board.set(rank, cell, NOTHING.pack())
+        self.copies.forget(rank)
 
     def fetch(self, where: Mapping[int, Where], then: Callable[[], None]) -> None:
         """This node has got a lost one's slots: fetch its mirrors from the node that keeps copies; returns at once.

@@ -19,8 +19,9 @@ from typing import Any
 from ttprun import recovery
 from ttprun.agent.between.peers import Peers
 from ttprun.agent.between.role import Role
+from ttprun.agent.lead.row import Row
 from ttprun.agent.node.loop import Calls, Domains
-from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.verdict import Failure, FirstFailure, Verdict
 from ttprun.capture.position import disk_cache
 from ttprun.capture.records.boundary_record import Outline, read_outline
@@ -51,8 +52,10 @@ class Node:
     role           what this agent is to those of the other nodes, in the present group
     report         called with what has happened on this node: the agent that leads takes it, this one or another
     order          called with a rank, and with what its node is to carry out
+    forward        called with a rank, the pid of its process, and a message for that
     selector       what the supervisor waits on; the data of a key is the function to call when it is ready
-    slots          by rank
+    slots          rows of all ranks of the job, by rank
+    here           the processes of this node's ranks, by local rank
     peers          the agents of the other nodes
     loops          files in which earlier runs have met a training loop; None: on several nodes they may differ
     board_fd       of the board; -1 before the first group
@@ -72,6 +75,7 @@ class Node:
     role: Role
     report: Callable[[node_reports.Report], None]
     order: Callable[[int, node_orders.Order], None]
+    forward: Callable[[int, int, Any], None]
 
     def __init__(self, config: Config, run: RunDirectory, is_python: bool, job: recovery.Job) -> None:
         self.config = config
@@ -81,10 +85,10 @@ class Node:
         self.selector = selectors.DefaultSelector()
         calls = Calls(self.selector)
         self.call, self.in_background, self.wake = calls.add, calls.in_background, calls.wake
-        self.slots: list[RankSlot] = []
+        self.slots: list[Row] = []
+        self.here: list[Process] = []
         self.peers = Peers()
         self.loops: list[str] | None = None
-        self._here = slice(None)
         self.board_fd = -1
         self._board: Board | None = None
         self.verdict: Verdict | None = None
@@ -104,9 +108,18 @@ class Node:
         self._past: set[int] = set()  # pids of ranks that have ended
 
     @property
-    def here(self) -> list[RankSlot]:
-        """The slots of this node's own ranks, by local rank."""
-        return self.slots[self._here]
+    def _known(self) -> list[Process | Row]:
+        return [*self.here, *self.slots]
+
+    def is_here(self, rank: int) -> bool:
+        """Whether a rank is on this node."""
+        return self.peers.node_of(rank) == self.peers.node
+
+    def process(self, rank: int) -> Process:
+        """That of a rank of this node. Raises LookupError if the rank is on another one."""
+        if not self.is_here(rank):
+            raise LookupError(f"rank {rank} is on {self.peers.name_of(self.peers.node_of(rank))}")
+        return self.here[rank - self.here[0].rank]
 
     def begin_group(self, ranks: list[tuple[int, int]], peers: Peers | None = None) -> None:
         """New ranks: `ranks` is (global rank, local rank) of each that is on this node.
@@ -121,17 +134,18 @@ class Node:
         if self.board_fd >= 0:
             os.close(self.board_fd)
         self.board_fd, self._board = Board.create(world_size)
-        own = [RankSlot.create(rank, local, self._slot_bytes, bool(self.peers.address)) for rank, local in ranks]
-        first = self.peers.node * self.peers.ranks_per_node
-        before = [RankSlot.on_other_node(rank, self.peers) for rank in range(first)]
-        after = [RankSlot.on_other_node(rank, self.peers) for rank in range(first + len(ranks), world_size)]
-        self.slots = [*before, *own, *after]
-        self._here = slice(first, first + len(ranks))
+        self.here = [Process.create(rank, local, self._slot_bytes, bool(self.peers.address)) for rank, local in ranks]
+        self.slots = [
+            Row(rank, rank % self.peers.ranks_per_node, self._forward, self.is_here(rank)) for rank in range(world_size)
+        ]
         self.verdict = None
         self.is_concluded_elsewhere = False
         self.is_settled.clear()
         self.first_failure = FirstFailure()
         self.shared.clear()
+
+    def _forward(self, rank: int, pid: int, message: Any) -> None:
+        self.forward(rank, pid, message)
 
     def has_stepped(self) -> bool:
         """Whether ranks of this node have completed a step together with all others since this was asked last."""
@@ -149,7 +163,7 @@ class Node:
         """The scripts of all ranks of the job have come to their ends; their processes may still be there."""
         ended = (self.board.get(slot.rank, Field.ENDED) for slot in self.slots)
         recorded = (self.board.get(slot.rank, Field.RECORDED) for slot in self.slots)
-        is_any_lost = self.first_failure.found is not None or any(slot.is_lost for slot in self.slots)
+        is_any_lost = self.first_failure.found is not None or any(slot.is_lost for slot in self._known)
         has_ended = all(is_over or at == FINISHED for is_over, at in zip(ended, recorded, strict=True))
         return bool(self.slots) and has_ended and not is_any_lost
 
@@ -241,7 +255,7 @@ class Node:
                 return
             time.sleep(_LOOK_AGAIN_S)
 
-    def go_back(self, slot: RankSlot, boundary: int) -> None:
+    def go_back(self, slot: Process | Row, boundary: int) -> None:
         """What a rank has done beyond a boundary is void; it has no process now."""
         slot.go_back_to(boundary)
         self.board.set(slot.rank, Field.RECORDED, boundary)
@@ -250,7 +264,7 @@ class Node:
 
     def void_beyond(self, boundary: int) -> None:
         """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records."""
-        for slot in self.slots:
+        for slot in self._known:
             if slot.void_beyond(boundary):
                 self.board.set(slot.rank, Field.RECORDED, boundary)
 
@@ -267,24 +281,24 @@ class Node:
         assert self._board is not None
         return self._board
 
-    def board_row(self, slot: RankSlot) -> list[int]:
+    def board_row(self, slot: Process | Row) -> list[int]:
         """A rank's row of the board, as it is now; `Field` has its columns."""
         return self.board.row(slot.rank).tolist()
 
-    def recorder_of(self, slot: RankSlot) -> Recorder:
+    def recorder_of(self, slot: Process) -> Recorder:
         """A rank's records."""
         return Recorder(slot.record_fd, self._slot_bytes)
 
-    def copies_in(self, slot: RankSlot) -> Recorder:
+    def copies_in(self, slot: Process) -> Recorder:
         """The records of a rank of another node, as far as this one keeps a copy."""
         return Recorder(slot.copies_fd, self._slot_bytes)
 
-    def new_recorder(self, slot: RankSlot) -> Recorder:
+    def new_recorder(self, slot: Process) -> Recorder:
         """Void a rank's records, and give it room for others."""
         slot.renew_records(self._slot_bytes)
         return self.recorder_of(slot)
 
-    def recorded(self, slot: RankSlot, boundary: int) -> Outline | None:
+    def recorded(self, slot: Process, boundary: int) -> Outline | None:
         """Of a rank's record of a boundary, whoever wrote it; None if there is none."""
         record = self.recorder_of(slot).read(boundary)
         return None if record is None else read_outline(record[0])
@@ -311,12 +325,12 @@ def note_failure(node: Node, failure: Failure | RankExited) -> None:
     node.first_failure.note(failure, is_new_incident=node.job.incident is None)
 
 
-def note_script_error(node: Node, slot: RankSlot, message: ScriptError) -> None:
+def note_script_error(node: Node, slot: Row, message: ScriptError) -> None:
     """An exception ends a script; before the first step its traceback is printed here, once."""
     if message.traceback and not any(other.script_error for other in node.slots):
         with contextlib.suppress(OSError):  # whoever read it has gone
             os.write(2, message.traceback.encode(errors="backslashreplace"))
-    slot.note_error(message)
+    slot.note_error(message.error)
     node.log("script_error", rank=slot.rank, error=message.error, traceback=message.detail)
 
 

@@ -17,19 +17,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
-from ttprun.agent.lead.actuators import NodeActuator
-from ttprun.agent.lead.checkpoints import NO_RECORD, own_part
+from ttprun.agent.lead.checkpoints import NO_RECORD
 from ttprun.agent.node import life_signs, rank_records, stack_dumps
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, refuse_stored, report_mismatch
 from ttprun.agent.node.own_states import OwnStates
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.process_watch import ProcessWatch
 from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, kill_session
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
-from ttprun.agent.node.stored_states import UNUSABLE, Origin, open_checkpoint
+from ttprun.agent.node.stored_states import UNUSABLE, Origin, Stored, open_checkpoint
 from ttprun.agent.node.verdict import ReplaceHandler
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, from_rank, node_orders, node_reports, process_orders, to_rank
@@ -60,7 +59,7 @@ ORDERS: dict[type[node_orders.Order], str] = {
 
 
 @dataclass
-class NodeAgent(NodeActuator):
+class NodeAgent:
     """Carries out orders on this node's ranks, and reports what happens to them.
 
     replace_handler   lets torch's agent know of the new process of a local rank
@@ -105,7 +104,7 @@ class NodeAgent(NodeActuator):
             if order.generation == self.node.job.generation:
                 self._replay(order)
 
-    def awaits_order(self, slot: RankSlot) -> bool:
+    def awaits_order(self, slot: Process) -> bool:
         """Whether the first process of a rank, whose slot was a lost node's, waits until the leader wants it."""
         return slot.rank in self._unwelcomed
 
@@ -119,20 +118,29 @@ class NodeAgent(NodeActuator):
         """Something has happened on this node: the agent that leads takes it; what is needed here is noted."""
         match report:
             case node_reports.Said(rank=rank, message=message):
-                self._note_said(self.node.slots[rank], message)
+                report = self._completed(report)
+                self._note_said(self.node.process(rank), message)
             case RankExited(rank=rank, reason=reason):
                 self.note(rank, code=report.exit_code, reason=reason, crashed_at=report.crashed_at)
-        self.node.role.take_own(report)
+        self.node.role.report(report)
+
+    def _completed(self, said: node_reports.Said) -> node_reports.Said:
+        """What a rank reports, with what only its node knows."""
+        if isinstance(said.message, from_rank.RankFrozen):
+            return structs.replace(said, fingerprint=self._fingerprint(said.rank, said.message.boundary))
+        return said
 
     def note(self, rank: int, **changes: Any) -> None:
         """Something new is known of a rank."""
-        self.noted[rank] = replace(self.noted[rank], **changes)
+        self.noted[rank] = structs.replace(self.noted[rank], **changes)
 
-    def _note_said(self, slot: RankSlot, message: channel.Message) -> None:
+    def _note_said(self, slot: Process, message: channel.Message) -> None:
         rank = slot.rank
         match message:
             case from_rank.Present(main_thread=main_thread):
                 slot.greet(main_thread)
+            case from_rank.ScriptError():
+                slot.note_error(message)
             case from_rank.RankProtected():
                 slot.protect()
             case from_rank.RankUnprotected(reason=reason):
@@ -156,7 +164,7 @@ class NodeAgent(NodeActuator):
             self.watch.welcome(slot, is_replacement=order.is_resumed)
 
     def _void_evidence(self, order: node_orders.VoidEvidence) -> None:
-        self.node.recorder_of(self.node.slots[order.rank]).evidence.clear()
+        self.node.recorder_of(self.node.process(order.rank)).evidence.clear()
 
     def _void_beyond(self, order: node_orders.VoidBeyond) -> None:
         self.node.void_beyond(order.boundary)
@@ -176,20 +184,23 @@ class NodeAgent(NodeActuator):
         self.node.first_failure.forget()
         self.node.domains.run("standbys", self.standby_watch.refill)
 
-    def forward(self, rank: int, message: channel.Order) -> None:
-        slot = self.node.slots[rank]
+    def forward(self, rank: int, pid: int, message: channel.Order) -> None:
+        """Send to the process of a rank, with what only its node knows; it is held until the process has greeted."""
+        slot = self.node.process(rank) if self.node.is_here(rank) else None
+        if slot is None or slot.pid != pid:
+            return  # it is for a process that has ended
         if isinstance(message, to_rank.Freeze):
             self.node.note_generation(message.generation)
         elif isinstance(message, to_rank.Dump):
-            message = replace(message, mirrors=self.mirrors.located(message.mirrors, message.boundary))
+            message = structs.replace(message, mirrors=self.mirrors.located(message.mirrors, message.boundary))
         slot.send(message)
 
-    def fingerprint(self, rank: int, boundary: int) -> str:
-        return rank_records.fingerprint_of(self.node, self.node.slots[rank], boundary)
+    def _fingerprint(self, rank: int, boundary: int) -> str:
+        return rank_records.fingerprint_of(self.node, self.node.process(rank), boundary)
 
     def _begin_process(self, order: process_orders.SpawnRank) -> None:
         """Give a lost rank a process."""
-        slot = self.node.slots[order.rank]
+        slot = self.node.process(order.rank)
         self.node.note_generation(order.generation)
         self.catching_up.add(order.rank)
         if slot.rank in self._unwelcomed:
@@ -198,7 +209,7 @@ class NodeAgent(NodeActuator):
         else:
             self._spawn(slot)
 
-    def _spawn(self, slot: RankSlot) -> None:
+    def _spawn(self, slot: Process) -> None:
         """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
 
         A standby that is on its way is waited for: a new process would take as long, and then there would be none left
@@ -239,7 +250,7 @@ class NodeAgent(NodeActuator):
         What it has left on the board must not change any more: it is stopped at once, and killed when its stack is
         known, which may take seconds.
         """
-        node, slot, reason = self.node, self.node.slots[order.rank], order.reason
+        node, slot, reason = self.node, self.node.process(order.rank), order.reason
         handler = slot.handler
         is_looked_at = order.is_late
         if is_looked_at:
@@ -273,69 +284,62 @@ class NodeAgent(NodeActuator):
 
     def _replay(self, order: to_rank.Replay) -> None:
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
-        node, slot = self.node, self.node.slots[order.rank]
-        why_not = rank_records.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
+        node, slot = self.node, self.node.process(order.rank)
+        why_not = rank_records.why_not_alike(order, self._fingerprint(order.rank, order.boundary))
         if order.from_mirror and not why_not:
             if self._is_fetching:
                 self._deferred[order.rank] = order
                 return
-            mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
+            mirror = self.mirrors.source_of(slot.rank, order.boundary, order.is_before_step)
             if mirror is None:
                 why_not = Reason("state-of-one-rank", self.mirrors.why_not_held(order.rank, order.boundary))
             elif mirror.is_step:
-                order = replace(order, step_from=mirror.path)
+                order = structs.replace(order, step_from=mirror.path)
             else:
-                order = replace(order, result=mirror.path, proof_from=self.mirrors.step_of(slot, order.boundary))
+                step = self.mirrors.step_of(slot.rank, order.boundary)
+                order = structs.replace(order, result=mirror.path, proof_from=step)
         if why_not:
             report_mismatch(node, order.rank, order.generation, why_not)
             return
-        self.forward(order.rank, order)
+        slot.send(order)
 
     def _load_mirror(self, order: to_rank.LoadMirror) -> None:
-        slot = self.node.slots[order.rank]
-        mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
-        slot.send(replace(order, path="" if mirror is None or mirror.is_step else mirror.path))
+        slot = self.node.process(order.rank)
+        mirror = self.mirrors.source_of(slot.rank, order.boundary, order.is_before_step)
+        slot.send(structs.replace(order, path="" if mirror is None or mirror.is_step else mirror.path))
 
     def _rewind(self, order: process_orders.Rewind) -> None:
         """Put what was stored of ranks of this node in the place of what they have recorded since."""
-        self.node.note_generation(order.generation)
-        if self.node.peers.is_follower and not self._open(order):
-            return
-        for slot in (self.node.slots[rank] for rank in order.ranks):
-            try:
-                self._go_back(slot, slot.rank in order.trusted)
-            except UNUSABLE as error:
-                refuse_stored(self.node, slot.rank, order.generation, error)
-                return
-
-    def _open(self, order: process_orders.Rewind) -> bool:
-        """What another agent orders this node's ranks to go back to; returns whether it can be used."""
+        node, rank = self.node, order.ranks[0]
+        node.note_generation(order.generation)
         try:
-            stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
+            stored = self._open(order) if node.peers.is_follower else node.slots[rank].stored
+            for rank in order.ranks:
+                self._go_back(node.process(rank), stored, rank in order.trusted)
         except UNUSABLE as error:
-            refuse_stored(self.node, order.ranks[0], order.generation, error)
-            return False
-        if stored is not None and order.is_adapted:
-            stored = dataclasses.replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
-        for rank in order.ranks:
-            self.node.slots[rank].rewind_to(stored)
-        return True
+            refuse_stored(node, rank, order.generation, error)
 
-    def _go_back(self, slot: RankSlot, is_trusted: bool) -> None:
-        """Let a slot be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
-        node, stored = self.node, slot.stored
-        self.mirrors.forget(slot)
+    def _open(self, order: process_orders.Rewind) -> Stored | None:
+        """What another agent orders this node's ranks to go back to. Raises if it cannot be used."""
+        stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
+        if stored is not None and order.is_adapted:
+            return dataclasses.replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
+        return stored
+
+    def _go_back(self, slot: Process, stored: Stored | None, is_trusted: bool) -> None:
+        """Let a rank be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
+        node = self.node
+        self.mirrors.forget(slot.rank)
         boundary = 0 if stored is None else stored.boundary
         if stored is not None and stored.is_in_recorder:
             node.go_back(slot, boundary)
             return
         if stored is None:
-            self.own_states.forget(slot)
+            self.own_states.forget(slot.rank)
         older = node.recorder_of(slot)
         recorder = node.new_recorder(slot)
         if stored is not None and stored.origin is None:
-            part = stored.rank_part(slot.rank)
-            recorder.restore(part)
+            recorder.restore(stored.rank_part(slot.rank))
             if is_trusted:
                 recorder.evidence.take_over(older.evidence, boundary)
         node.go_back(slot, boundary)
@@ -345,7 +349,7 @@ class NodeAgent(NodeActuator):
         node = self.node
         entry, why_not = FileEntry(bytes=0, xxh3="0" * 32), ""
         try:
-            entry = write_file(Path(order.path), [own_part(node, node.slots[order.rank], order.boundary)])
+            entry = write_file(Path(order.path), [rank_records.own_part(node, order.rank, order.boundary)])
         except KeyError:
             why_not = NO_RECORD
         except OSError as error:

@@ -16,10 +16,11 @@ from typing import Any
 from msgspec.structs import asdict
 
 from ttprun import recovery
+from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.node import stored_states
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.stored_states import Stored, unpack
 from ttprun.capture.records.recorder import records_up_to
 from ttprun.protocol import from_rank
@@ -67,7 +68,7 @@ class OwnStates:
             for records, tensors in self._places[local_rank]
         ]
 
-    def note(self, slot: RankSlot, message: from_rank.OwnStateKept) -> None:
+    def note(self, slot: Row, message: from_rank.OwnStateKept) -> None:
         """A rank has kept its state for the first time, or cannot: say what its loss will cost, once."""
         node, why_not = self._node, message.why_not
         node.log("own_state", rank=slot.rank, **asdict(message))
@@ -83,38 +84,40 @@ class OwnStates:
             kept = f"a rank that is alone keeps its state ({message.bytes / (1 << 20):.1f} MiB)"
             logger.log(level, "%s: if rank %d is lost, %s", kept, slot.rank, cost)
 
-    def reached(self, slot: RankSlot, recorded: int) -> int:
+    def reached(self, rank: int, recorded: int) -> int:
         """How many steps a rank that is lost had completed; one that is not alone is known by what it had recorded."""
         node = self._node
-        is_alone = recovery.is_alone(node.job, slot.rank)
-        return node.board.get(slot.rank, Field.APPLIED) if is_alone else recorded
+        is_alone = recovery.is_alone(node.job, rank)
+        return node.board.get(rank, Field.APPLIED) if is_alone else recorded
 
-    def report_what_is_left(self, slot: RankSlot) -> None:
+    def report_what_is_left(self, lost: int) -> None:
         """A rank that is lost, and whose process does nothing more: let the machine know what it can go back to."""
         node = self._node
-        if not recovery.is_alone(node.job, slot.rank):
+        if not recovery.is_alone(node.job, lost):
             return
-        boundary, rank = self.newest(slot), None if len(node.slots) == 1 else slot.rank
+        boundary, rank = self.newest(lost), None if len(node.slots) == 1 else lost
         if boundary is None and rank is None:
             return  # there may be a snapshot
         node.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=boundary, rank=rank))
 
-    def newest(self, slot: RankSlot) -> int | None:
+    def newest(self, rank: int) -> int | None:
         """The newest boundary that a process for this rank, which has none now, can go back to; None: there is none."""
-        boundary, place = split(self._node.board.get(slot.rank, Field.OWN_STATE))
-        if not boundary:
+        boundary, place = split(self._node.board.get(rank, Field.OWN_STATE))
+        if not boundary or not self._node.is_here(rank):
             return None
+        slot = self._node.process(rank)
         try:
             is_there = self._is_in_recorder(slot, boundary) or self._records(slot, place)["records"][-1][0] == boundary
         except (OSError, ValueError, LookupError):
             return None
         return boundary if is_there else None
 
-    def stored(self, slot: RankSlot, boundary: int) -> Stored | None:
+    def stored(self, rank: int, boundary: int) -> Stored | None:
         """What a rank has kept of a boundary; None if it is not the newest that it keeps."""
-        newest, place = split(self._node.board.get(slot.rank, Field.OWN_STATE))
+        newest, place = split(self._node.board.get(rank, Field.OWN_STATE))
         if newest != boundary:
             return None
+        slot = self._node.process(rank)
         tensors = self._places[slot.local_rank][place][1]
         is_recorded = self._is_in_recorder(slot, boundary)
         return Stored(
@@ -127,18 +130,18 @@ class OwnStates:
             is_in_recorder=is_recorded,
         )
 
-    def forget(self, slot: RankSlot) -> None:
+    def forget(self, rank: int) -> None:
         """The rank begins anew."""
-        self._node.board.set(slot.rank, Field.OWN_STATE, 0)
+        self._node.board.set(rank, Field.OWN_STATE, 0)
 
-    def _is_in_recorder(self, slot: RankSlot, boundary: int) -> bool:
+    def _is_in_recorder(self, slot: Process, boundary: int) -> bool:
         try:
             records_up_to(self._node.recorder_of(slot), boundary)
         except KeyError:
             return False
         return True
 
-    def _records(self, slot: RankSlot, place: int) -> dict[str, Any]:
+    def _records(self, slot: Process, place: int) -> dict[str, Any]:
         fd = self._places[slot.local_rank][place][0]
         return unpack(os.pread(fd, os.fstat(fd).st_size, 0))
 

@@ -25,8 +25,8 @@ from ttprun.agent.node.life_signs import Causes
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, refuse
 from ttprun.agent.node.own_states import OwnStates
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, command_of, with_agent
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.standbys import PART, StandbyWatch
 from ttprun.agent.node.stored_states import SnapshotBuffer
 from ttprun.agent.node.unhooked_ranks import UnhookedRanks
@@ -59,7 +59,7 @@ class ProcessWatch:
     _undead: list[RankHandler] = field(default_factory=list)
 
     def introduction(
-        self, slot: RankSlot, handler: RankHandler, is_replacement: bool
+        self, slot: Process, handler: RankHandler, is_replacement: bool
     ) -> tuple[to_rank.Welcome, list[int]]:
         """The first message to a process of a rank, and the descriptors that come with it.
 
@@ -73,8 +73,8 @@ class ProcessWatch:
         options = to_rank.Options(
             allow_faults=config.allow_faults,
             keeps_state=not rungs.isdisjoint(("rewind", "persist")),
-            mirror=self._mirrors.paths_for(slot),
-            mirror_copies=self._mirrors.copies.paths_for(slot),
+            mirror=self._mirrors.paths_for(slot.rank),
+            mirror_copies=self._mirrors.copies.paths_for(slot.rank),
             mirror_copies_bytes=self._mirrors.copies.limit_bytes,
             own_state=self._own_states.paths_for(slot.local_rank),
             buffers=[buffer.paths_for(slot.local_rank) for buffer in self._buffers],
@@ -119,7 +119,7 @@ class ProcessWatch:
         )
         return welcome, fds
 
-    def welcome(self, slot: RankSlot, is_replacement: bool) -> None:
+    def welcome(self, slot: Process, is_replacement: bool) -> None:
         """Have a process know who it is, and listen to it."""
         node, handler = self._node, slot.handler
         handler.channel.send(*self.introduction(slot, handler, is_replacement))
@@ -131,7 +131,7 @@ class ProcessWatch:
         if is_replacement:
             self._injections.forked(slot)
 
-    def _on_message(self, slot: RankSlot, handler: RankHandler) -> None:
+    def _on_message(self, slot: Process, handler: RankHandler) -> None:
         try:
             messages = handler.channel.read_available()
         except (EOFError, OSError):
@@ -142,7 +142,7 @@ class ProcessWatch:
             return
         self._take_all(slot, handler, messages)
 
-    def _take_all(self, slot: RankSlot, handler: RankHandler, messages: Sequence[Message]) -> None:
+    def _take_all(self, slot: Process, handler: RankHandler, messages: Sequence[Message]) -> None:
         """One after the other; if one of them breaks the supervisor, the new one takes those behind it."""
         for number, message in enumerate(messages):
             if slot.handler is not handler:
@@ -153,11 +153,11 @@ class ProcessWatch:
                 self._node.call(partial(self._take_all, slot, handler, messages[number + 1 :]))
                 raise
 
-    def _take(self, slot: RankSlot, message: Message) -> None:
+    def _take(self, slot: Process, message: Message) -> None:
         node = self._node
         match message:
             case from_rank.RowChanged():
-                board_rows.share(node, [slot])
+                board_rows.share(node, [slot.rank])
             case _ if isinstance(message, standby_messages.Report):
                 node.domains.run(PART, lambda: self._standby_watch.take(slot, message))
             case Refused(reason=reason):
@@ -168,7 +168,7 @@ class ProcessWatch:
             self._unseen.note_present(slot)
             self._look_out_for_its_end(slot)
 
-    def _look_out_for_its_end(self, slot: RankSlot) -> None:
+    def _look_out_for_its_end(self, slot: Process) -> None:
         """A process has greeted: from now on the first sign of its end is looked out for, too."""
         handler = slot.handler
 
@@ -184,7 +184,7 @@ class ProcessWatch:
             lambda code: self._node.call(lambda: on_dying(code)),
         )
 
-    def _on_exit(self, slot: RankSlot) -> None:
+    def _on_exit(self, slot: Process) -> None:
         """A process is gone; mostly that is known already."""
         self._node.selector.unregister(slot.pidfd)
         slot.kill()  # what it has started, as long as its number is its own
@@ -194,7 +194,7 @@ class ProcessWatch:
         else:
             self._on_gone(slot, handler)
 
-    def _on_gone(self, slot: RankSlot, handler: RankHandler) -> None:
+    def _on_gone(self, slot: Process, handler: RankHandler) -> None:
         if slot.handler is not handler or slot.pidfd < 0:
             return
         was_dying, code = slot.is_dying, slot.bury()
@@ -202,7 +202,7 @@ class ProcessWatch:
         if not was_dying:
             self._on_end(slot, code)
 
-    def let_die(self, slot: RankSlot) -> None:
+    def let_die(self, slot: Process) -> None:
         """A process is killed, or will be at once: what it may still send is not heard, and its rank is lost."""
         with contextlib.suppress(KeyError, ValueError):
             self._node.selector.unregister(slot.handler.channel.sock)
@@ -223,7 +223,7 @@ class ProcessWatch:
                 self._undead.append(slot.handler)
                 self.forget(slot)
 
-    def _on_end(self, slot: RankSlot, code: int) -> None:
+    def _on_end(self, slot: Process, code: int) -> None:
         node = self._node
         self._drain(slot)
         with contextlib.suppress(KeyError, ValueError):
@@ -231,7 +231,7 @@ class ProcessWatch:
         event = slot.leave(code, node.board, self._causes.of_signal)
         if slot.is_finished:
             node.board.announce(slot.rank, Field.RECORDED, FINISHED)
-            board_rows.share(node, [slot])
+            board_rows.share(node, [slot.rank])
             if event.reason:
                 logger.warning("rank %d: %s", slot.rank, event.reason)
         else:
@@ -239,7 +239,7 @@ class ProcessWatch:
             self._unseen.settle()
         node.report(replace(event, traceback=slot.traceback))
 
-    def _drain(self, slot: RankSlot) -> None:
+    def _drain(self, slot: Process) -> None:
         """What a process has sent comes before its exit."""
         channel = slot.handler.channel
         with contextlib.suppress(EOFError, OSError):
@@ -265,7 +265,7 @@ class ProcessWatch:
             elif member.life is recovery.Life.LOST and member.pid is None and code is None and not slot.is_lost:
                 node.report(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
 
-    def forget(self, slot: RankSlot) -> None:
+    def forget(self, slot: Process) -> None:
         if slot.handler is None:  # the group is ended before all of it was started
             return
         for watched in (slot.pidfd, slot.handler.channel.sock):

@@ -13,7 +13,7 @@ import zlib
 import msgpack
 
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.process import Process
 from ttprun.capture.records.packing import pack
 from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder
 from ttprun.protocol import to_rank
@@ -31,10 +31,10 @@ def give_copy(node: Node, rank: int) -> str:
 
 def kept_of(node: Node, rank: int) -> Recorder:
     """The records that this node keeps of a rank of the node before it."""
-    return node.copies_in(node.slots[(rank + len(node.here)) % len(node.slots)])
+    return node.copies_in(node.process((rank + len(node.here)) % len(node.slots)))
 
 
-def restore_copy(node: Node, slot: RankSlot, part: str) -> None:
+def restore_copy(node: Node, slot: Process, part: str) -> None:
     """Let a slot of this node be as the lost rank has left it.
 
     slot   which has been given to this node
@@ -50,7 +50,7 @@ def restore_copy(node: Node, slot: RankSlot, part: str) -> None:
         node.board.set(slot.rank, column, newest)
 
 
-def fingerprint_of(node: Node, slot: RankSlot, boundary: int) -> str:
+def fingerprint_of(node: Node, slot: Process, boundary: int) -> str:
     """A hash of what replicas have alike in a rank's record; "" if it has left no record of the boundary.
 
     slot   of a rank of this node
@@ -72,3 +72,16 @@ def why_not_alike(order: to_rank.Replay, mine: str) -> Reason:
         return Reason()
     differ = f"rank {order.rank} and rank {order.source} held different weights at boundary {order.boundary}"
     return Reason("other-weights", f"{differ}: they do not replicate each other")
+
+
+def own_part(node: Node, rank: int, boundary: int) -> bytes:
+    """What a checkpoint has of a rank alone: of this node, or of the one before it, whose records this one keeps.
+
+    boundary   of the checkpoint
+    returns    msgpack of its records
+
+    Raises KeyError if there is no record of the boundary.
+    """
+    recorder = node.recorder_of(node.process(rank)) if node.is_here(rank) else kept_of(node, rank)
+    packed: bytes = msgpack.packb(recorder.export(boundary))
+    return packed

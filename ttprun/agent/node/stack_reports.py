@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ttprun.agent.node import stack_dumps
 from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.process import Process
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.stacks import RankStack, StackReport
@@ -56,7 +56,7 @@ class Target:
     row: Sequence[int]
 
     @classmethod
-    def of(cls, node: Node, slot: RankSlot) -> Target:
+    def of(cls, node: Node, slot: Process) -> Target:
         """That of a rank slot."""
         writer = stack_dumps.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
         return cls(slot.rank, slot.pid, writer, slot.main_thread, node.board_row(slot))

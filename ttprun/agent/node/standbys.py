@@ -15,8 +15,8 @@ from functools import partial
 
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.preloads import Preloaded, Preloads
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, kill_session
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
 
 
@@ -206,7 +206,7 @@ class StandbyWatch:
         if self._node.job.incident is None:
             self.refill()
 
-    def take(self, slot: RankSlot, message: Report) -> None:
+    def take(self, slot: Process, message: Report) -> None:
         """A rank reports what standbys can do as well."""
         match message:
             case WarmUp(modules=modules, files=files):

@@ -240,7 +240,7 @@ class Supervisor:
             elif resized is not None:
                 self.node.advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
             self.run.injections.begin()
-            self.group.actuators.order_all(node_orders.Begin(node.job.generation, is_resumed))
+            self.group.wire.order_all(node_orders.Begin(node.job.generation, is_resumed))
             self.group.leader.share()
             node.watch_peers()
         except Exception as error:

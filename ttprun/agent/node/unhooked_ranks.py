@@ -13,8 +13,8 @@ import os
 import time
 
 from ttprun.agent.node.node import Node
+from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import SHIM, StandbyHandler
-from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol.board import Field
 from ttprun.protocol.from_rank import RankUnprotected
 from ttprun.protocol.node_reports import Said
@@ -39,7 +39,7 @@ class UnhookedRanks:
         self._suspects: dict[int, Reason] = {}  # pid -> why, if the rank should train there
         self._since_s: float | None = None  # when the run's first process has greeted; None: never, or it was said
 
-    def note_present(self, slot: RankSlot) -> None:
+    def note_present(self, slot: Process) -> None:
         """A process has greeted."""
         if not self._images:
             self._since_s = time.monotonic()
@@ -73,7 +73,7 @@ class UnhookedRanks:
             if why and not slot.is_protected:
                 self._report(slot, why)
 
-    def _look_at(self, slot: RankSlot) -> None:
+    def _look_at(self, slot: Process) -> None:
         if not slot.pid or slot.is_finished or slot.is_lost or slot.is_buried or slot.pid in self._reported:
             return
         if slot.hung_up_at_s is not None:
@@ -101,17 +101,17 @@ class UnhookedRanks:
             self._report(slot, why)
 
     @staticmethod
-    def _is_ours(slot: RankSlot) -> bool:
+    def _is_ours(slot: Process) -> bool:
         """It is bound to load our hooks: it comes from a standby, or one that was started alike has loaded them."""
         return isinstance(slot.handler, StandbyHandler) or slot.had_torch
 
-    def _lives_on(self, slot: RankSlot, hung_up_at_s: float) -> bool:
+    def _lives_on(self, slot: Process, hung_up_at_s: float) -> bool:
         """Whether a process that has closed its line is at something else; one that comes to its end closes it too."""
         image = unhooked.image_of(slot.pid)
         is_another = bool(image) and image != self._images.get(slot.pid, image)
         return is_another or self._node.board.get(slot.rank, Field.SEEN_NS) / 1e9 > hung_up_at_s
 
-    def _look_for_children(self, slot: RankSlot) -> None:
+    def _look_for_children(self, slot: Process) -> None:
         why = unhooked.why_in_child(slot.pid)
         if why and slot.pid not in self._suspects:
             logger.warning("not protected: rank %d may train where no fault can be repaired: %s", slot.rank, why)
@@ -121,7 +121,7 @@ class UnhookedRanks:
         else:
             self._suspects.pop(slot.pid, None)
 
-    def _report(self, slot: RankSlot, why: Reason) -> None:
+    def _report(self, slot: Process, why: Reason) -> None:
         if slot.pid in self._reported:
             return
         self._reported.add(slot.pid)

@@ -1,6 +1,7 @@
-"""A slot: the place of one rank in the job, whichever process is that rank now.
+"""A process: the place of one rank on this node, whichever operating system's process is that rank now.
 
-Its recorder outlives the process, so that a replacement can read what the lost rank has left.
+Its recorder outlives the process, so that a replacement can read what the lost rank has left. What is decided of the
+rank, and knows no process, has a row of it (`row.py`).
 """
 
 from __future__ import annotations
@@ -9,48 +10,27 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ttprun.agent.between.peers import Peers, RemoteHandler
 from ttprun.agent.node import life_signs, stack_dumps
 from ttprun.agent.node.rank_processes import RankHandler, kill_session
-from ttprun.agent.node.stored_states import Stored
 from ttprun.capture.records.recorder import Recorder
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Order
-from ttprun.protocol.from_rank import GroupJournal
-from ttprun.protocol.inheritance import Left
 from ttprun.protocol.rank_events import RankExited
 
 
 @dataclass
-class Elsewhere:
-    """A rank on another node, as the agent of that node reports it.
+class Process:
+    """One rank of this node.
 
-    state, cpu_s   letter of its process's state, and its processor time
-    fingerprints   boundary -> what replicas have alike in their records of it, hashed
-    noted_ns       its times on the board, on that node's clock
-    """
-
-    state: str = ""
-    cpu_s: float = 0.0
-    fingerprints: dict[int, str] = field(default_factory=dict)
-    noted_ns: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class RankSlot:
-    """One rank of this node, or, in the leader's agent, of another one.
-
-    handler         a RankHandler, or a RemoteHandler
-    elsewhere       what is known of a rank on another node; its descriptors, is_dying and is_buried are not
+    handler         a RankHandler
     record_fd       memfd of its recorder
     copies_fd       memfd of the recorder in which it keeps the records of a rank of another node; -1: on one node
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
     main_thread     ident of its main thread
-    reported_in         newest generation in which it has reported something to the others, mostly its port
     is_dying        its process is lost, and not gone yet
     killed_at_s     when its process was killed because it had to be replaced; infinite if it has ended by itself
     is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
@@ -64,9 +44,7 @@ class RankSlot:
                     taken its place; None: it is open
     began_at_s      when this process was started
     held            an order that waits for the greeting; a newer one takes its place
-    stored          what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
     device_fault    what has happened to its device, if that has ended its script
-    divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
     """
 
     rank: int
@@ -90,31 +68,19 @@ class RankSlot:
     is_spawn_due: bool = False
     had_to_wait: bool = False
     held: Order | None = None
-    stored: Stored | None = None
     script_error: str = ""
     device_fault: str = ""
     traceback: str = ""
     main_thread: int = 0
-    reported_in: int = -1
-    journal: dict[str, GroupJournal] = field(default_factory=dict)
-    divergence: str = ""
     lost_boundary: int = 0
     frame: str = ""
     copies_fd: int = -1
-    elsewhere: Elsewhere | None = None
 
     @classmethod
-    def create(cls, rank: int, local_rank: int, record_bytes: int, keeps_copies: bool) -> RankSlot:
+    def create(cls, rank: int, local_rank: int, record_bytes: int, keeps_copies: bool) -> Process:
         """Of a rank of this node; `keeps_copies`: of the records of a rank of another node, too."""
         copies_fd = Recorder.create(record_bytes) if keeps_copies else -1
         return cls(rank, local_rank, None, Recorder.create(record_bytes), stack_dumps.create(), copies_fd=copies_fd)
-
-    @classmethod
-    def on_other_node(cls, rank: int, peers: Peers) -> RankSlot:
-        """Of a rank that is reached by way of the agent of its node."""
-        slot = cls(rank, rank % peers.ranks_per_node, None, -1, elsewhere=Elsewhere())
-        slot.handler = RemoteHandler(peers, slot)
-        return slot
 
     def close(self) -> None:
         """Give back what it has for its records and stacks."""
@@ -126,11 +92,6 @@ class RankSlot:
         """Void what was recorded, and give it room for other records."""
         os.close(self.record_fd)
         self.record_fd = Recorder.create(record_bytes)
-
-    @property
-    def is_here(self) -> bool:
-        """The rank is on this node."""
-        return self.elsewhere is None
 
     def assign(self, handler: RankHandler) -> None:
         """A process has been started for this rank."""
@@ -149,8 +110,6 @@ class RankSlot:
         self.held = None
         self.script_error = self.device_fault = self.traceback = self.frame = ""
         self.main_thread = 0
-        self.reported_in = -1
-        self.journal = {}
 
     def send(self, message: Order) -> None:
         """Send to the process, or hold the message till it has greeted."""
@@ -182,35 +141,14 @@ class RankSlot:
         """The process has closed its end of the line."""
         self.hung_up_at_s = time.monotonic()
 
-    def report_in(self, generation: int) -> None:
-        """The process has reported something to the others."""
-        self.reported_in = generation
-
-    def take_journal(self, journal: dict[str, GroupJournal]) -> None:
-        """What the process has issued since the boundary at which it waits."""
-        self.journal = journal
-
-    def diverge(self, how: str) -> None:
-        """Its weights are found to differ from the others': it is to wait at its next boundary."""
-        self.divergence = how
-        self.send(to_rank.StopDivergent())
-
-    def forget_divergence(self) -> None:
-        """It has the others' weights again, or the next comparison finds that it has not."""
-        self.divergence = ""
-
     def note_error(self, error: from_rank.ScriptError) -> None:
         """An exception ends its script; a traceback that is printed at once is not kept."""
         self.script_error, self.device_fault = error.error, error.device_fault
         self.traceback = "" if error.traceback else error.detail
 
-    def rewind_to(self, stored: Stored | None) -> None:
-        """What it goes back to; None: it begins anew."""
-        self.stored = stored
-
     def kill(self) -> None:
         """SIGKILL to the process and all that it has started; a signal handler may call it at any moment."""
-        if self.is_here and not self.is_buried:
+        if not self.is_buried:
             kill_session(self.pid)
 
     def bury(self) -> int:
@@ -272,57 +210,16 @@ class RankSlot:
             crashed_at=reason if -code in life_signs.CRASHES and self.frame else "",
         )
 
-    def begin_elsewhere(self, pid: int) -> None:
-        """A process has been started, perhaps on another node."""
-        if not self.is_here:
-            self.begin_process(pid)
-
-    def end_elsewhere(self, ended: RankExited) -> None:
-        """Its process has ended, perhaps on another node."""
-        if self.is_here:
-            return
-        self.is_present = False
-        self.is_finished, self.is_lost = ended.is_finish, not ended.is_finish
-        self.lost_boundary = ended.boundary
-        self.script_error, self.device_fault = "", ended.device_fault
-
-    def lose_elsewhere(self, board: Board) -> None:
-        """Its process, on another node, is killed or out of reach: what it still sends is not heard."""
-        self.is_lost, self.pid = True, 0
-        self.note_leavings(board)
-
-    def inherit(self, legacy: Left | None, has_finished: bool) -> None:
-        """What the next leader must know of a rank of another node; None: the agent there is lost, too."""
-        if legacy is None:
-            self.is_finished, self.pid = has_finished, 0
-            return
-        self.begin_process(legacy.pid)
-        self.is_present, self.is_protected = legacy.is_present, legacy.is_protected
-        self.is_finished, self.had_torch = legacy.is_finished, True
-        self.is_lost, self.lost_boundary = legacy.is_lost, legacy.boundary
-
     def take_place_of_lost(self, boundary: int) -> None:
         """This slot was a lost node's, whose rank had recorded this boundary last."""
         self.had_torch = self.is_lost = True
         self.go_back_to(boundary)
-
-    def fault(self, boundary: int) -> None:
-        """The script has ended by a transient error, and the process waits: from now on it is sent what is new.
-
-        boundary   from which a repair goes on
-        """
-        self.lost_boundary = boundary
-        self.reported_in = -1
-        self.journal = {}
-        self.handler.channel.send(to_rank.Heard())
 
     def note_leavings(self, board: Board) -> None:
         """The process is gone: keep what its replacement needs, and clear its signs of life."""
         self.is_present = False
         self.note_boundary(board)
         if self.is_lost:
-            board.set(self.rank, Field.LEAVING, 0)
-            board.set(self.rank, Field.ENDED, 0)
             board.forget_process(self.rank)
 
     def note_boundary(self, board: Board) -> None:
@@ -332,16 +229,13 @@ class RankSlot:
     def void_beyond(self, boundary: int) -> bool:
         """Whether a lost rank had recorded more than this, which is void."""
         is_beyond = self.lost_boundary > boundary
-        if is_beyond:
-            self.lost_boundary = boundary
+        self.lost_boundary = min(self.lost_boundary, boundary)
         return is_beyond
 
     def go_back_to(self, boundary: int) -> None:
-        """All ranks go back: what this one had done beyond the boundary is void."""
+        """The rank goes back: what it had done beyond the boundary is void."""
         self.lost_boundary = boundary
         self.is_finished = False
-        self.forget_divergence()
-        self.journal = {}
 
     def _cause(self, of_signal: str | None) -> str:
         """Root cause in a phrase: the script's exception, or what the system says, and where it stood."""

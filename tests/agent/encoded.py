@@ -1,0 +1,49 @@
+"""What crosses the wire between the lead and its own node, as it crosses to another one: encoded, and decoded again."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from ttprun.agent.lead.wire import Wire
+from ttprun.protocol import node_orders, node_reports
+from ttprun.protocol.codec import decode, encode
+
+_KNOWN = {
+    kind.__name__: kind for kind in (*get_args(node_reports.Report), *get_args(node_orders.Order), node_orders.Forward)
+}
+
+
+class EncodedWire(Wire):
+    """A wire on which nothing stays as it is, although both ends are in one process."""
+
+    def __init__(self, node: Any, own: Any) -> None:
+        super().__init__(node, EncodedCarrier(node, own))
+
+    def report(self, report: Any) -> None:
+        size = len(self._node.slots)
+        if isinstance(report, node_reports.Said):
+            said: node_reports.Said = through(report.encoded(size, node_reports.Rows(0, [])))
+            super().report(said.decoded(size))
+        else:
+            super().report(through(report))
+
+
+class EncodedCarrier:
+    """Gets orders as another node gets them."""
+
+    def __init__(self, node: Any, own: Any) -> None:
+        self._node = node
+        self._own = own
+
+    def carry_out(self, order: Any) -> None:
+        self._own.carry_out(through(order))
+
+    def forward(self, rank: int, pid: int, message: Any) -> None:
+        size = len(self._node.slots)
+        forward: node_orders.Forward = through(node_orders.Forward([(rank, pid)], node_orders.encoded(message, size)))
+        self._own.forward(rank, pid, forward.message(size))
+
+
+def through(message: Any) -> Any:
+    """A message as it comes at the other end."""
+    return decode(encode(message), _KNOWN)
