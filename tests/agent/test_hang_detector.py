@@ -18,10 +18,11 @@ import pytest
 
 from tests.agent.nodes import NothingFails
 from ttprun import recovery
-from ttprun.agent.lead.hang_detector import HangDetector, state_of
+from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.row import Row
 from ttprun.agent.node import process as process_module
 from ttprun.agent.node import stack_dumps
+from ttprun.agent.node.life_signs import state_of
 from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.rank_processes import RankHandler
 from ttprun.agent.node.verdict import FirstFailure

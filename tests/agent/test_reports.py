@@ -17,8 +17,7 @@ from ttprun import recovery
 from ttprun.agent.between.follower import Follower
 from ttprun.agent.between.peers import Peers
 from ttprun.agent.lead.comparisons import Comparisons
-from ttprun.agent.lead.incidents import grouped
-from ttprun.agent.lead.protection import Protection
+from ttprun.agent.lead.incidents import Protection, grouped
 from ttprun.agent.lead.repairs import Replays
 from ttprun.agent.lead.reports import _ROWS, Reports
 from ttprun.agent.lead.row import Row

@@ -1,21 +1,25 @@
 """A follower: the agent of a node that does not lead. It reports what happens to its ranks, and carries out orders.
 
-Processes, standbys, records and logs are each node's own; what is decided comes from the leader. Begin with
-`Follower.take_order` and `Follower.report`.
+Processes, standbys, records and logs are each node's own; what is decided comes from the leader. How the ranks stand is
+sent as rows of the board, and written to the board of the other node; times in a row are on the clock of the machine
+that sends it, and are moved to ours. Begin with `Follower.take_order`, `Follower.report` and `send_shared`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ttprun.agent.between import board_rows
 from ttprun.agent.lead.status_publisher import StatusPublisher
+from ttprun.agent.node.life_signs import state_of
 from ttprun.agent.node.node import Node, give_up, log_exit, note_failure, note_script_error
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.agent.node.verdict import Failure, Verdict
 from ttprun.protocol import from_rank, meeting, node_orders, node_reports
+from ttprun.protocol.board import AWAITED, SHARED, Field
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.inheritance import Known
 from ttprun.protocol.rank_events import RankExited, SpawnFailed
@@ -25,6 +29,60 @@ logger = logging.getLogger("ttprun")
 _EVERY_S = 0.25
 _OFTEN = 128  # nodes that report so often: the agent of more is at nothing else
 _RARELY = 4.0
+# Places in a row that was sent, and columns of the board.
+_TIMES = [(SHARED.index(field), field) for field in (Field.SEEN_NS, Field.PULSE_NS)]
+_AWAITED = [(SHARED.index(field), field) for field in AWAITED]
+_PLAIN = [cell for cell in enumerate(SHARED) if cell not in (*_TIMES, *_AWAITED)]
+
+
+def row_of(node: Node, rank: int) -> node_reports.BoardRow:
+    """How one rank stands."""
+    values, slot = [node.board.get(rank, field) for field in SHARED], node.slots[rank]
+    if not slot.is_here:
+        return node_reports.BoardRow(rank, values, slot.state, slot.cpu_s)
+    process = node.process(rank)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        if process.pid and not process.is_buried:
+            return node_reports.BoardRow(rank, values, *state_of(process.pid))
+    return node_reports.BoardRow(rank, values)
+
+
+def rows_of(node: Node, ranks: Iterable[int], is_awaited: bool = False) -> node_reports.Rows:
+    """How these ranks, of any node, stand now.
+
+    is_awaited   something has changed for which ranks of other nodes wait
+    """
+    return node_reports.Rows(time.monotonic_ns(), [row_of(node, rank) for rank in ranks], is_awaited)
+
+
+def send_shared(node: Node) -> None:
+    """Send the rows that ranks of other nodes wait for: of one rank or of many, it is one message to each node."""
+    ranks, node.shared = sorted(node.shared), set()
+    if ranks and node.peers.connected:
+        node.peers.to_all(rows_of(node, ranks, is_awaited=True))
+
+
+def copy_in(node: Node, rows: Iterable[node_reports.BoardRow], now_ns: int) -> None:
+    """Write how other nodes' ranks stand to our board, and wake who waits for it.
+
+    now_ns   when they were sent, on the sender's clock
+    """
+    board, behind_ns = node.board, time.monotonic_ns() - now_ns
+    for row in rows:
+        slot = node.slots[row.rank]
+        if slot.is_here:
+            continue
+        slot.state, slot.cpu_s = row.state, row.cpu_s
+        ours, theirs = board.row(row.rank), row.values
+        for at, column in _PLAIN:
+            ours[column] = theirs[at]
+        for at, column in _TIMES:
+            if slot.noted_ns.get(column) != theirs[at]:  # moved anew each time, it would look new
+                ours[column] = theirs[at] + behind_ns if theirs[at] else 0
+                slot.noted_ns[column] = theirs[at]
+        for at, column in _AWAITED:
+            if ours[column] != theirs[at]:
+                board.announce(row.rank, column, theirs[at])
 
 
 def interval_s(nodes: int) -> float:
@@ -51,7 +109,7 @@ class Follower:
         if now < self._next_s:
             return False
         self._next_s = now + interval_s(self.node.peers.size)
-        self.node.peers.to_leader(board_rows.rows_of(self.node, [slot.rank for slot in self.node.here]))
+        self.node.peers.to_leader(rows_of(self.node, [slot.rank for slot in self.node.here]))
         return True
 
     # Reports.
@@ -63,14 +121,14 @@ class Follower:
             case node_reports.Said(rank=rank, message=message):
                 if isinstance(message, from_rank.ScriptError):
                     note_script_error(node, node.slots[rank], message)
-                report = report.encoded(len(node.slots), board_rows.rows_of(node, [rank]))
+                report = report.encoded(len(node.slots), rows_of(node, [rank]))
             case SpawnFailed(rank=rank, reason=reason):
                 node.log("spawn_failed", rank=rank, reason=reason)
             case RankExited():
                 if not report.is_finish:
                     note_failure(node, report)
                 log_exit(node, report, {})
-                peers.to_leader(board_rows.rows_of(node, [report.rank], is_awaited=True))
+                peers.to_leader(rows_of(node, [report.rank], is_awaited=True))
         peers.to_leader(report)
 
     # Orders.
@@ -83,7 +141,7 @@ class Follower:
             order = Refused(f"{type(order).__name__}: {why_unfit}")
         match order:
             case node_reports.Rows(now_ns=now_ns, rows=theirs):
-                board_rows.copy_in(node, theirs, now_ns)
+                copy_in(node, theirs, now_ns)
             case node_orders.Forward():
                 self._forward(order)
             case node_orders.Published():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.between import board_rows
+from ttprun.agent.between import follower
 from ttprun.agent.between.follower import Follower
 from ttprun.agent.between.role import Role
 from ttprun.agent.between.succession import Succession
@@ -67,7 +67,7 @@ class Leading(Role):
         if not self.node.is_paused:
             self.leader.decide_lost()
         self.reports.pass_on()
-        board_rows.send_shared(self.node)
+        follower.send_shared(self.node)
 
     def look(self) -> None:
         self.leader.look()
@@ -115,7 +115,7 @@ class Following(Role):
         raise AssertionError("launchers wait at the agent that leads")
 
     def end_turn(self) -> None:
-        board_rows.send_shared(self.node)
+        follower.send_shared(self.node)
 
     def look(self) -> None:
         peers = self.node.peers

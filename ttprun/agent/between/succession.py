@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 
 from ttprun import recovery
-from ttprun.agent.between import board_rows
+from ttprun.agent.between import follower
 from ttprun.agent.between.follower import Follower
 from ttprun.agent.between.rendezvous import KNOWN
 from ttprun.agent.between.role import Role
@@ -216,7 +216,7 @@ class Succession:
     def _remains(self) -> node_reports.Remains:
         node = self.node
         ranks = [self._left(slot) for slot in node.here]
-        every = [board_rows.row_of(node, slot.rank) for slot in node.here]
+        every = [follower.row_of(node, slot.rank) for slot in node.here]
         return node_reports.Remains(node.job.generation, ranks, time.monotonic_ns(), every)
 
     def _left(self, slot: Process) -> Left:
@@ -317,7 +317,7 @@ class Succession:
             for legacy in remains.ranks
         }
         for heir in heirs.values():
-            board_rows.copy_in(node, heir.remains.rows, heir.remains.now_ns)
+            follower.copy_in(node, heir.remains.rows, heir.remains.now_ns)
         for slot in node.slots:
             slot.inherit(legacies.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
         known = self.follower.known or Known()

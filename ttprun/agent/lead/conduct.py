@@ -22,8 +22,7 @@ from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents
 from ttprun.agent.lead.leader import Leader
 from ttprun.agent.lead.membership import NodeMembership, Spares
-from ttprun.agent.lead.repairs import Repairs
-from ttprun.agent.lead.rewinds import Rewinds
+from ttprun.agent.lead.repairs import Repairs, Rewinds
 from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.loop import CannotDecideError
 from ttprun.agent.node.node import Node

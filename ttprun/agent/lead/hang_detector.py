@@ -37,7 +37,6 @@ _OFTEN, _RARELY = 2048, 4.0  # ranks; more are looked at less often: never more 
 _STALE_S = 2.0
 _SAY_AFTER_S = 3.0
 _STUCK_S = 1.0  # in a collective that has broken: then it is no moment of the script's end
-_TICKS_PER_S = 100.0  # of /proc/PID/stat, on every Linux that we run on
 _REPAIRING = (
     recovery.JobPhase.FREEZING,
     recovery.JobPhase.REPLAYING,
@@ -443,7 +442,7 @@ class HangDetector:
         """One rank now; None if its process has just ended."""
         row = self._node.board_row(slot)
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, cpu_s = state_of(slot.pid) if slot.is_here else self._seen_elsewhere(slot)
+            state, cpu_s = life_signs.state_of(slot.pid) if slot.is_here else self._seen_elsewhere(slot)
             if state in "ZX":  # also if it is not known
                 return None
             phase = Phase(row[Field.PHASE])
@@ -464,13 +463,3 @@ class HangDetector:
                 is_in_io=state == "D",
             )
         return None
-
-
-def state_of(pid: int) -> tuple[str, float]:
-    """State letter of a process ("T": stopped by a signal, "t": by a debugger, "D": in IO) and its processor time.
-
-    Raises OSError if there is no such process.
-    """
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.between import board_rows
+from ttprun.agent.between import follower
 from ttprun.agent.lead.membership import NodeMembership, Spares
 from ttprun.agent.lead.reports import Reports
 from ttprun.agent.lead.schedules import QuiesceSchedule
@@ -84,7 +84,7 @@ class Leader:
         node, peers = self.node, self.node.peers
         if now >= self._rows_next_s:
             self._rows_next_s = now + _ROWS_EVERY_S * min(_ROWS_RARELY, max(1.0, peers.size / _ROWS_OFTEN))
-            peers.to_all(board_rows.rows_of(node, range(len(node.slots))))
+            peers.to_all(follower.rows_of(node, range(len(node.slots))))
         for number in peers.silent(node.has_stepped()):
             peers.note_out_of_reach(number)
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
@@ -168,15 +168,15 @@ class Leader:
             message = Refused(f"{type(message).__name__}: {why_unfit}")
         match message:
             case node_reports.Rows(now_ns=now_ns, rows=theirs):
-                board_rows.copy_in(node, theirs, now_ns)
+                follower.copy_in(node, theirs, now_ns)
                 if message.is_awaited:
-                    board_rows.share(node, [row.rank for row in theirs])
+                    node.share(*(row.rank for row in theirs))
             case meeting.Deposed(reason=reason):
                 self.depose(f"{node.peers.name_of(number)} goes on without this node: {reason}")
             case Refused(reason=reason):
                 self._refuse(number, reason)
             case node_reports.Said(rows=rows, now_ns=now_ns):
-                board_rows.copy_in(node, rows, now_ns)
+                follower.copy_in(node, rows, now_ns)
                 self.report(number, message.decoded(len(node.slots)))
             case _ if isinstance(message, node_reports.Report):
                 self.report(number, message)

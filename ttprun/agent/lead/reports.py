@@ -14,8 +14,7 @@ from ttprun import recovery
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.hang_detector import HangDetector
-from ttprun.agent.lead.incidents import Incidents
-from ttprun.agent.lead.protection import Protection
+from ttprun.agent.lead.incidents import Incidents, Protection
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.snapshots import Snapshots

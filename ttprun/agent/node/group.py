@@ -15,13 +15,11 @@ from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.conduct import Coordinator, Deadlines
 from ttprun.agent.lead.frameworks import Frameworks
 from ttprun.agent.lead.hang_detector import HangDetector
-from ttprun.agent.lead.incidents import Incidents
+from ttprun.agent.lead.incidents import Incidents, Protection
 from ttprun.agent.lead.leader import Leader
 from ttprun.agent.lead.membership import Elasticity, NodeMembership, Spares
-from ttprun.agent.lead.protection import Protection
-from ttprun.agent.lead.repairs import Repairs, Replays
+from ttprun.agent.lead.repairs import Repairs, Replays, Rewinds
 from ttprun.agent.lead.reports import Reports
-from ttprun.agent.lead.rewinds import Rewinds
 from ttprun.agent.lead.schedules import QuiesceSchedule, SnapshotTimes
 from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.agent.lead.status_publisher import OfGroup, StatusPublisher

@@ -27,6 +27,7 @@ PF_EXITING = 0x4
 _LOOK_AGAIN_S = 60.0
 _EXITING_LIMIT_S = 0.1
 _EXITING_EVERY_S = 0.0005
+_TICKS_PER_S = 100.0  # of /proc/PID/stat, on every Linux that we run on
 
 
 def watch(board: Board, row: int, pid: int, report: Callable[[int], None]) -> None:
@@ -93,6 +94,16 @@ def is_exiting(pid: int) -> bool:
             if not int(_stat(f"/proc/{pid}/task/{thread}/stat")[6]) & PF_EXITING:
                 return False
     return True
+
+
+def state_of(pid: int) -> tuple[str, float]:
+    """State letter of a process ("T": stopped by a signal, "t": by a debugger, "D": in IO) and its processor time.
+
+    Raises OSError if there is no such process.
+    """
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 def has_ended(pid: int) -> bool:

@@ -66,7 +66,7 @@ class Node:
     first_failure  the root cause of what the present group suffers
     is_concluded_elsewhere  the agent that leads has ended the group, and says why
     is_deposed     this agent led, and another one may lead the job by now
-    shared         ranks whose rows of the board other nodes are about to get, see `board_rows.share`
+    shared         ranks whose rows of the board other nodes are about to get, see `share`
     served         a store of this agent's, at which the ranks meet; it lasts longer than the group
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
     domains        runs what protection does not need: its failures stay its own
@@ -146,6 +146,10 @@ class Node:
 
     def _forward(self, rank: int, pid: int, message: Any) -> None:
         self.forward(rank, pid, message)
+
+    def share(self, *ranks: int) -> None:
+        """Let the other nodes know how these ranks stand, at the end of this turn: ranks there wait for it."""
+        self.shared.update(ranks)
 
     def has_stepped(self) -> bool:
         """Whether ranks of this node have completed a step together with all others since this was asked last."""

@@ -18,7 +18,6 @@ from functools import partial
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.between import board_rows
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.node import life_signs
 from ttprun.agent.node.life_signs import Causes
@@ -157,7 +156,7 @@ class ProcessWatch:
         node = self._node
         match message:
             case from_rank.RowChanged():
-                board_rows.share(node, [slot.rank])
+                node.share(slot.rank)
             case _ if isinstance(message, standby_messages.Report):
                 node.domains.run(PART, lambda: self._standby_watch.take(slot, message))
             case Refused(reason=reason):
@@ -231,7 +230,7 @@ class ProcessWatch:
         event = slot.leave(code, node.board, self._causes.of_signal)
         if slot.is_finished:
             node.board.announce(slot.rank, Field.RECORDED, FINISHED)
-            board_rows.share(node, [slot.rank])
+            node.share(slot.rank)
             if event.reason:
                 logger.warning("rank %d: %s", slot.rank, event.reason)
         else:
