@@ -284,7 +284,7 @@ def test_what_a_finished_rank_has_started_ends_with_it_and_who_has_got_its_numbe
 
     has_ended = wait_for_end(int(child.read_text()))
     assert comes_around(supervisor)
-    supervisor.node.slots[1].pid = other.proc.pid
+    supervisor.node.here[1].pid = other.proc.pid
     supervisor.end_ranks_at_once()
     supervisor.stop(0)
 

@@ -37,12 +37,12 @@ def two_ranks(
 ) -> Iterator[Supervisor]:
     """Neither does anything, and rank 0 is frozen."""
     begin(supervisor, [started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)])
-    freezer.freeze(supervisor.node.slots[0].pid)
-    (first, _), node = [slot.handler for slot in supervisor.node.slots], supervisor.node
+    freezer.freeze(supervisor.node.here[0].pid)
+    (first, _), node = [slot.handler for slot in supervisor.node.here], supervisor.node
     yield supervisor
     freezer.thaw()
     supervisor.stop(0)
-    if (replacement := node.slots[0].handler) is not first:
+    if (replacement := node.here[0].handler) is not first:
         replacement.proc.wait()
         replacement.close(signal.SIGKILL)
         replacement.channel.close()
@@ -52,7 +52,7 @@ def hang(supervisor: Supervisor) -> None:  # noqa: F811
     """The machine hears that rank 0 hangs, and orders its end and a replacement."""
     node = supervisor.node
     event = recovery.RankHung(
-        at_s=time.monotonic(), rank=0, pid=node.slots[0].pid, boundary=0, detected_after_s=1.0, reason="it is frozen"
+        at_s=time.monotonic(), rank=0, pid=node.here[0].pid, boundary=0, detected_after_s=1.0, reason="it is frozen"
     )
     node.call(lambda: node.advance(event))
 
@@ -61,7 +61,7 @@ def test_while_a_rank_does_not_die_the_loop_goes_round_and_another_rank_s_end_is
     two_ranks: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_watch, "DEATH_LIMIT_S", NOT_IN_TIME_S)
-    frozen, other = two_ranks.node.slots
+    frozen, other = two_ranks.node.here
 
     hang(two_ranks)
     goes_round = comes_around(two_ranks)
@@ -76,7 +76,7 @@ def test_a_replacement_does_not_wait_for_ever_for_a_process_that_does_not_die(
     two_ranks: Supervisor, freezer: Freezer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_watch, "DEATH_LIMIT_S", 1.0)
-    slot = two_ranks.node.slots[0]
+    slot = two_ranks.node.here[0]
     lost = slot.handler.proc
 
     hang(two_ranks)
