@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +21,9 @@ from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun import recovery
 from ttprun.agent.between.peers import Peers
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.lead.incidents import Incidents
 from ttprun.agent.lead.membership import Elasticity
-from ttprun.agent.lead.row import Row
 from ttprun.agent.node import process, stack_dumps
 from ttprun.agent.node.group import Group
-from ttprun.agent.node.node import Node
-from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import RankHandler
 from ttprun.agent.node.stored_states import Stored
 from ttprun.agent.node.supervisor import Supervisor
@@ -362,19 +358,21 @@ def test_an_exit_that_was_not_decided_as_the_supervisor_failed_is_decided_by_the
 def test_of_the_parts_of_older_groups_nothing_is_left_when_ranks_are_started_again_and_again(
     make: Callable[..., Supervisor],
 ) -> None:
-    supervisor, parts = make(), set[type]()
+    supervisor, groups = make(), list[list[weakref.ref[Any]]]()
+    node, outlive = supervisor.node, [supervisor.node, *vars(supervisor.run).values()]
 
     for _ in range(20):
         begin_group(supervisor, 0, 1)
         supervisor.pause()
-        supervisor.node.unpause()
-        parts |= {type(part) for part in vars(supervisor.group).values()}
+        node.unpause()
+        parts = [part for part in vars(supervisor.group).values() if hasattr(part, "__dict__")]
+        of_group = [part for part in parts if not any(part is other for other in outlive)]
+        groups.append([weakref.ref(part) for part in (supervisor.group, *of_group, *node.here, *node.slots)])
+    del parts, of_group
 
-    ours = {kind for kind in parts if kind.__module__.startswith("ttprun.agent")} - {Node, Incidents}
     gc.collect()
-    alive = Counter(type(thing) for thing in gc.get_objects() if type(thing) in {Group, Process, Row, *ours})
-    assert len(ours) > 10
-    assert alive == {Group: 1, Process: 2, Row: 2} | dict.fromkeys(ours, 1)
+    assert len(groups[-1]) > 15
+    assert [part() for older in groups[:-1] for part in older if part() is not None] == []
 
 
 def test_the_agent_of_a_node_keeps_as_much_memory_open_in_a_job_of_many_nodes_as_in_one_of_few(

@@ -227,7 +227,8 @@ class Leader:
         where = {} if number == node.peers.node else {"node": number}
         match event:
             case RankStarted(rank=rank, pid=pid):
-                node.slots[rank].begin_process(pid)
+                if node.slots[rank].pid != pid or node.slots[rank].is_lost:  # else it is reported once more
+                    node.slots[rank].begin_process(pid)
                 if where:
                     node.log("rank_started", rank=rank, pid=pid, **where)
             case SpawnFailed(rank=rank, reason=reason):
