@@ -34,8 +34,11 @@ def trial(faults: list[Fault], *incidents: IncidentStatus) -> Trial:
     return Trial(twin, {}, Path(), [], lambda text: text.replace("/copy/", ""))
 
 
-def incident(number: int, rung: str = "replace", outcome: str = "recovered", reason: str = "") -> IncidentStatus:
-    return IncidentStatus(number, "signal 9", (1,), rung, outcome, reason, steps_lost=0, total_s=1.0)
+def incident(
+    number: int, rung: str = "replace", outcome: str = "recovered", why: str = "", kind: str = ""
+) -> IncidentStatus:
+    said = {"reason": f"it died; not replaced: {why}", "why": why, "reason_kind": kind}
+    return IncidentStatus(number, "signal 9", (1,), rung, outcome, **said, steps_lost=0, total_s=1.0)
 
 
 def test_a_replaced_rank_is_exact_and_a_kill_that_has_not_struck_is_left() -> None:
@@ -46,7 +49,7 @@ def test_a_replaced_rank_is_exact_and_a_kill_that_has_not_struck_is_left() -> No
 
 
 def test_what_is_found_wrong_after_a_repair_is_laid_at_its_kills_listener() -> None:
-    mismatch = incident(2, "restart", "failed", "it; not replaced: rank 1 is refused (a loop in /copy/train.py:7)")
+    mismatch = incident(2, "restart", "failed", "a loop in /copy/train.py:7")
 
     rows, _ = rows_of(trial([FIRST], incident(1), mismatch), [FIRST])
 
@@ -54,22 +57,20 @@ def test_what_is_found_wrong_after_a_repair_is_laid_at_its_kills_listener() -> N
 
 
 def test_to_go_back_to_step_0_is_called_a_start_from_the_beginning() -> None:
-    anew = replace(incident(1, "rewind", reason="nothing of its state is left; it starts anew"), boundary=0)
+    anew = replace(incident(1, "rewind", why="nothing of its state is left; it starts anew"), boundary=0)
 
     rows, _ = rows_of(trial([FIRST], anew), [FIRST])
 
     assert (rows[0].result, rows[0].rung) == ("by a weaker rung", "a start from the beginning")
 
 
-def test_what_helps_is_separated_from_the_reason_and_is_of_that_reason() -> None:
-    reported = "rank 1 is refused (the replay is not at the place of boundary 2: another batch; what helps: seed it)"
-    alone = incident(
-        3, "restart", "restarted", "it died; not replaced: no other rank holds what rank 1 held: up.weight"
-    )
+def test_what_helps_is_that_of_the_reasons_kind() -> None:
+    unseeded = incident(1, "restart", "failed", "other weights", "other-weights")
+    alone = incident(3, "restart", "restarted", "no other rank holds what rank 1 held", "state-of-one-rank")
 
-    rows, _ = rows_of(trial([FIRST, SECOND], incident(1, "restart", "failed", reported), alone), [FIRST, SECOND])
+    rows, _ = rows_of(trial([FIRST, SECOND], unseeded, alone), [FIRST, SECOND])
 
-    assert (rows[0].detail[-13:], rows[0].cure) == ("another batch", "seed it")
+    assert (rows[0].detail, "seed the weights" in rows[0].cure) == ("other weights", True)
     assert "--buddy" in rows[1].cure
     assert "--snapshot-every" in rows[1].cure
 
