@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ttprun.chaos.faults import Fault
-from ttprun.groups.connection import Connection, Exchange
+from ttprun.groups.connection import Exchange
+from ttprun.groups.gloo import Connection
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.distributed_tensors import local_of
@@ -30,7 +31,7 @@ from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.tensors import optimizer_registry
 
 if TYPE_CHECKING:
-    from ttprun.groups.buckets import Buckets
+    from ttprun.groups.inputs import Buckets
 
 # Wrong numbers on purpose: a NaN in a gradient, a flipped bit in a parameter. As with defective memory, no version
 # counter changes.
