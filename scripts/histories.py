@@ -3,8 +3,8 @@
     python scripts/histories.py --seed 1 --histories 200 --json tests/results/histories.json
     python scripts/histories.py --seed 1 --first 17 --histories 1 --keep /tmp/history     one of them again, and keep it
 
-Needs root (network namespaces) and /dev/net/tun. What can happen is drawn in tests/histories.py, where the table is
-checked, too. Begin with main().
+Needs root (network namespaces) and /dev/net/tun. `draw` says what can happen; tests/histories.py makes it happen, and
+holds it against the table. Begin with main().
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ sys.path.insert(0, str(REPOSITORY))
 from tests import histories  # noqa: E402
 from tests.e2e import harness  # noqa: E402
 from tests.e2e.launchers import ForkedLaunchers  # noqa: E402
+from tests.network import cut_between  # noqa: E402
 from tests.nodes import why_none  # noqa: E402
 
 
@@ -45,7 +48,7 @@ def main() -> int:
     numbers = range(asked.first, asked.first + asked.histories)
     if asked.list:
         for number in numbers:
-            print(histories.draw(asked.seed, number))
+            print(draw(asked.seed, number))
         return 0
     if why_none():
         print(why_none(), file=sys.stderr)
@@ -90,18 +93,67 @@ def run(asked: argparse.Namespace, numbers: list[int]) -> int:
 
 def _kept(history: dict[str, Any]) -> dict[str, Any]:
     """Of a history, what is written: the seed draws the rest again."""
-    drawn = histories.draw(history["history"]["seed"], history["history"]["number"])
+    drawn = draw(history["history"]["seed"], history["history"]["number"])
     names = ["end", "problems", "exit_codes", "lost", "dropped", "took_s"]
     return {"what": str(drawn)} | {name: history[name] for name in names}
 
 
 def _show(history: dict[str, Any], count: int, of: int) -> None:
-    text = histories.draw(history["history"]["seed"], history["history"]["number"])
+    text = draw(history["history"]["seed"], history["history"]["number"])
     print(
         f"[{count}/{of}] {history['end'] or 'NONE'} {history['exit_codes']} {history['took_s']} s | {text}", flush=True
     )
     for problem in history["problems"]:
         print(f"    WRONG: {problem}", flush=True)
+
+
+def draw(seed: int, number: int) -> histories.History:
+    """The history of that number: always the same."""
+    chance = random.Random(f"{seed}/{number}")
+    size = chance.choice(["3", "3", "2:3", "2:3", "2"])
+    moment = chance.choice([-1, *range(2, 26, 3)])
+    spells, at_s = [], 0.0
+    for _ in range(chance.choice([1, 1, 2])):
+        kind, for_s = chance.choice(
+            [("delay", 8.0), ("loss", 8.0), ("both", 8.0), ("cut", 3.0), ("cut", 3.0), *[("cut", 20.0)] * 4]
+        )
+        shape, links = _shape(chance, histories.SIZES[size]) if kind == "cut" else ("all", _all(histories.SIZES[size]))
+        spells.append(histories.Spell(kind, shape, links, round(at_s, 1), for_s))
+        at_s += for_s + chance.choice([0.0, 0.5, 4.0])
+    killed = chance.choice(["", "", "", "", "rank", "launcher"]) if moment >= 0 else ""
+    return histories.History(
+        *(
+            seed,
+            number,
+            size,
+            chance.random() < 0.7,
+            moment,
+            tuple(spells),
+            killed,
+            chance.randrange(histories.SIZES[size]),
+        ),
+        kill_at_s=round(chance.uniform(0.0, spells[0].for_s), 1),
+        is_requeued=chance.random() < 0.4,
+    )
+
+
+def _all(nodes: int) -> tuple[tuple[int, int], ...]:
+    return tuple(permutations(range(nodes), 2))
+
+
+def _shape(chance: random.Random, nodes: int) -> tuple[str, tuple[tuple[int, int], ...]]:
+    one, other, *_ = chance.sample(range(nodes), nodes)
+    rest = tuple(number for number in range(nodes) if number != one)
+    shapes: list[tuple[str, Any]] = [
+        (f"{one} | {' '.join(map(str, rest))}", cut_between(((one,), rest))),
+        (f"{one} -/-> all", [(one, number) for number in rest]),
+        (f"all -/-> {one}", [(number, one) for number in rest]),
+        (f"{one} -/-> {other}", [(one, other)]),
+        (f"{one} | {other}, not the third", [(one, other), (other, one)]),
+        ("each alone", _all(nodes)),
+    ]
+    name, links = chance.choice(shapes)
+    return name, tuple(links)
 
 
 def work(seed: int, numbers: list[int], folder: Path) -> int:
@@ -111,7 +163,7 @@ def work(seed: int, numbers: list[int], folder: Path) -> int:
     try:
         references = {ranks: reference(ranks, folder / f"torchrun-{os.getpid()}-{ranks}") for ranks in (2, 3)}
         for number in numbers:
-            told = histories.tell(histories.draw(seed, number), folder / f"{seed}-{number}", references)
+            told = histories.tell(draw(seed, number), folder / f"{seed}-{number}", references)
             print(json.dumps(told.as_json()), flush=True)
     finally:
         harness.forked.close()

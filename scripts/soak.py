@@ -38,7 +38,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from scripts.soak_faults import DRAWN, MOMENTS, ON_NPU, SECOND, SUBJECTS, Subject, draw_faults  # noqa: E402
 from ttprun.chaos.faults import DEVICE_KINDS, ENDING_KINDS, KINDS, parse_fault  # noqa: E402
-from ttprun.chaos.trial.drill import Scenario, compare_twins, run_twin  # noqa: E402
+from ttprun.chaos.trial.drill import Scenario, compare_twins, misses, run_twin  # noqa: E402
 from ttprun.chaos.trial.kills import Injection, pair  # noqa: E402
 from ttprun.chaos.trial.twins import Twin  # noqa: E402
 
@@ -178,13 +178,7 @@ def problems_of(twin: Twin, outcome: Outcome, ordered: int, folder: Path) -> lis
         problems.append(f"exit code {twin.exit_code}; see {folder}/launcher.log")
     if len(outcome.injections) != ordered:
         problems.append(f"{ordered} faults were ordered, {len(outcome.injections)} are in the log")
-    for injection in outcome.injections:
-        if injection.failure:
-            problems.append(f"{injection.fault} was not injected: {injection.failure}")
-        elif not injection.is_accounted_for:
-            problems.append(f"{injection.fault} struck and was not noticed")
-        elif injection.incident is not None and injection.outcome != "recovered":
-            problems.append(f"{injection.fault}: incident {injection.incident} ended as {injection.outcome}")
+    problems += misses(outcome.injections, ("recovered",))
     pids = processes_of(folder / "run")
     if pids:
         problems.append(f"{len(pids)} processes remain: {pids}")

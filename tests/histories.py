@@ -1,25 +1,24 @@
-"""Histories on a bad network: a seed draws what befalls a job on three nodes, and each must end as the guide says.
+"""Histories on a bad network: something befalls a job on two or three nodes, and it must end as the guide says.
 
 The table of allowed ends is in ttprun/guide/limits.md, under "A bad network"; `ENDS` and `judge` are the same in code.
-Everything is real but the network (`network.py`): launchers, ranks, gloo, SIGKILL. Begin with `draw` and `tell`.
+Everything is real but the network (`network.py`): launchers, ranks, gloo, SIGKILL. Begin with `tell`.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise, permutations
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tests.e2e import harness
-from tests.network import CUT, Link, Network, cut_between
+from tests.network import CUT, Link, Network
 
 SCRIPT = "paced_steps.py"
 STEPS = 60
@@ -101,46 +100,6 @@ class History:
             ", launchers are started again" if self.is_requeued else ""
         )
         return f"{self.number}: --nnodes {self.size} ({how}) {moment}: {spells}{killed}"
-
-
-def draw(seed: int, number: int) -> History:
-    """The history of that number: always the same."""
-    chance = random.Random(f"{seed}/{number}")
-    size = chance.choice(["3", "3", "2:3", "2:3", "2"])
-    moment = chance.choice([-1, *range(2, 26, 3)])
-    spells, at_s = [], 0.0
-    for _ in range(chance.choice([1, 1, 2])):
-        kind, for_s = chance.choice(
-            [("delay", 8.0), ("loss", 8.0), ("both", 8.0), ("cut", 3.0), ("cut", 3.0), *[("cut", 20.0)] * 4]
-        )
-        shape, links = _shape(chance, SIZES[size]) if kind == "cut" else ("all", _all(SIZES[size]))
-        spells.append(Spell(kind, shape, links, round(at_s, 1), for_s))
-        at_s += for_s + chance.choice([0.0, 0.5, 4.0])
-    killed = chance.choice(["", "", "", "", "rank", "launcher"]) if moment >= 0 else ""
-    return History(
-        *(seed, number, size, chance.random() < 0.7, moment, tuple(spells), killed, chance.randrange(SIZES[size])),
-        kill_at_s=round(chance.uniform(0.0, spells[0].for_s), 1),
-        is_requeued=chance.random() < 0.4,
-    )
-
-
-def _all(nodes: int) -> tuple[tuple[int, int], ...]:
-    return tuple(permutations(range(nodes), 2))
-
-
-def _shape(chance: random.Random, nodes: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    one, other, *_ = chance.sample(range(nodes), nodes)
-    rest = tuple(number for number in range(nodes) if number != one)
-    shapes: list[tuple[str, Any]] = [
-        (f"{one} | {' '.join(map(str, rest))}", cut_between(((one,), rest))),
-        (f"{one} -/-> all", [(one, number) for number in rest]),
-        (f"all -/-> {one}", [(number, one) for number in rest]),
-        (f"{one} -/-> {other}", [(one, other)]),
-        (f"{one} | {other}, not the third", [(one, other), (other, one)]),
-        ("each alone", _all(nodes)),
-    ]
-    name, links = chance.choice(shapes)
-    return name, tuple(links)
 
 
 @dataclass

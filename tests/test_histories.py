@@ -12,7 +12,7 @@ import pytest
 
 from tests import histories
 from tests.e2e.harness import Run
-from tests.histories import History, Told, draw, judge
+from tests.histories import History, Spell, Told, judge
 from tests.network import CUT, Link, Network
 from tests.nodes import why_none
 
@@ -78,7 +78,7 @@ def start(folder: Path, code: int, events: list[dict[str, Any]], printed: list[s
 
 
 REFERENCE = Run(histories.SCRIPT, Path(), 0, {n: lines(n, 0, 9, 0.0) for n in (0, 1)}, {}, {}, [], "weights")
-HISTORY = History(0, 0, "2", True, 3, draw(1, 0).spells)
+HISTORY = History(0, 0, "2", True, 3, (Spell("cut", "halves", ((0, 1), (1, 0)), 0.0, 20.0),))
 GIVEN_UP = {"event": "run_ended", "reason": "node 1 reaches 1 of 2 agents"}
 
 

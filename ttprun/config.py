@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from keyword import iskeyword
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.device_errors import check_additions
@@ -22,6 +23,14 @@ RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 RungName = Literal["reconnect", "rerun", "replace", "rewind", "resize", "restart", "persist"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LaunchValue = bool | int | float | str | list[str]
+
+
+# Key -> what reads its value, or says in a ValueError why it cannot be read.
+_READERS: dict[str, Callable[[Any], object]] = {
+    "snapshot_every": parse_interval,
+    "http": parse_address,
+    "device_errors": check_additions,
+}
 
 
 class Config(BaseModel):
@@ -222,11 +231,12 @@ class Config(BaseModel):
     def _faults_can_be_read(cls, faults: list[str]) -> list[str]:
         return [str(parse_fault(fault)) for fault in faults]
 
-    @field_validator("snapshot_every")
+    @field_validator("snapshot_every", "http", "device_errors")
     @classmethod
-    def _interval_can_be_read(cls, text: str) -> str:
-        parse_interval(text)
-        return text
+    def _can_be_read(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            _READERS[str(info.field_name)](value)
+        return value
 
     @field_validator("overhead_budget", mode="before")
     @classmethod
@@ -252,13 +262,6 @@ class Config(BaseModel):
         parse_memory(str(value))
         return str(value)
 
-    @field_validator("http")
-    @classmethod
-    def _address_can_be_read(cls, text: str | None) -> str | None:
-        if text is not None:
-            parse_address(text)
-        return text
-
     @field_validator("retry_on")
     @classmethod
     def _patterns_can_be_read(cls, patterns: list[str]) -> list[str]:
@@ -278,12 +281,6 @@ class Config(BaseModel):
                     f"'{module}' is not a module's name; write it as after 'import', such as mytrainer.loop"
                 )
         return modules
-
-    @field_validator("device_errors")
-    @classmethod
-    def _device_errors_can_be_read(cls, additions: dict[str, str]) -> dict[str, str]:
-        check_additions(additions)
-        return additions
 
     @field_validator("launch", mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """What is left of a training job's time when ranks are killed again and again, under torchrun and under ttprun.
 
-    python scripts/bench/faults.py --ranks 2 --steps 1500 --every 30 --seed 0 --json faults.json --png faults.png
+    python scripts/bench/faults.py --ranks 2 --steps 1500 --every 30 --seed 0 --json faults.json
 
 The same script trains the same number of steps under each launcher, one after the other. Faults come at a fixed mean
 rate: the times and the ranks are drawn from the seed, so they are the same for all. The clock of the faults starts when
@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -43,8 +43,6 @@ import psutil
 from peers.environments import PEERS, prepare
 from runs import LAUNCHERS, SCRIPT, TORCHRUN, TTPRUN, BenchmarkError, Run, headline, machine, positive, print_table
 from steplog import LOOK_AGAIN_S, START_LIMIT_S, Line, read_log, read_logs
-
-WIDTH, HEIGHT = 72, 14  # of the drawing, in characters
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class Outcome:
     step_s       median time from one step to the next in one process
     run_again    steps that a rank has completed more than once, of the rank with most
     weights      hash of the weights at the end
-    progress     (seconds since the start, steps done) of the slowest rank, whenever that changed
     problem      why the job has failed, "" if it has not
     """
 
@@ -76,7 +73,6 @@ class Outcome:
     step_s: float = 0.0
     run_again: int = 0
     weights: str = ""
-    progress: list[tuple[float, int]] = field(default_factory=list)
     problem: str = ""
 
 
@@ -103,7 +99,7 @@ def measure(outcome: Outcome, options: argparse.Namespace, folder: Path, faults:
         except BenchmarkError as error:
             outcome.problem = str(error)
         outcome.whole_s = time.time() - began_s
-        note(outcome, read_logs(run), began_s)
+        note(outcome, read_logs(run))
         outcome.weights = run.weights()
 
 
@@ -144,7 +140,7 @@ def wait_until(run: Run, is_so: Any, limit_s: float) -> bool:
     return False
 
 
-def note(outcome: Outcome, logs: Sequence[Sequence[Line]], began_s: float) -> None:
+def note(outcome: Outcome, logs: Sequence[Sequence[Line]]) -> None:
     """What the ranks' logs say of the job."""
     between = [
         after.at_s - before.at_s
@@ -155,60 +151,11 @@ def note(outcome: Outcome, logs: Sequence[Sequence[Line]], began_s: float) -> No
     outcome.step_s = median(between) if between else 0.0
     steps = [[(line.step, line.at_s) for line in log if line.step is not None] for log in logs]
     outcome.run_again = max((len(log) - len({step for step, _ in log}) for log in steps), default=0)
-    outcome.progress = progress_of(steps, began_s)
-
-
-def progress_of(steps: Sequence[Sequence[tuple[int, float]]], began_s: float) -> list[tuple[float, int]]:
-    """(seconds since the start, steps done) of the slowest rank; it falls when ranks go back.
-
-    steps   by rank: (number, when it was completed), in the order of the log
-    """
-    newest, progress = [0] * len(steps), list[tuple[float, int]]()
-    for at_s, rank, step in sorted((at_s, rank, step) for rank, log in enumerate(steps) for step, at_s in log):
-        newest[rank] = step + 1
-        if not progress or progress[-1][1] != min(newest):
-            progress.append((at_s - began_s, min(newest)))
-    return progress
 
 
 def goodput(outcome: Outcome, steps: int) -> float:
     """The share of a job's time that was needed for its steps; 0 if it has failed."""
     return 0.0 if outcome.problem else steps * outcome.step_s / outcome.whole_s
-
-
-def drawn(outcomes: Sequence[Outcome], steps: int) -> list[str]:
-    """Steps done against time, a letter for each job."""
-    end_s = max((outcome.progress[-1][0] for outcome in outcomes if outcome.progress), default=1.0)
-    rows = [[" "] * WIDTH for _ in range(HEIGHT)]
-    for outcome in outcomes:
-        for at_s, done in outcome.progress:
-            column, row = int(at_s / end_s * (WIDTH - 1)), int(done / steps * (HEIGHT - 1))
-            rows[HEIGHT - 1 - row][column] = letter_of(outcome)
-    names = ", ".join(f"{letter_of(outcome)}: {outcome.launcher}" for outcome in outcomes)
-    lines = [
-        f"{round(steps * (HEIGHT - 1 - number) / (HEIGHT - 1)):6d} |{''.join(row)}" for number, row in enumerate(rows)
-    ]
-    return [f" steps  ({names})", *lines, f"       +{'-' * WIDTH}", f"        0 s{f'{end_s:.0f} s':>{WIDTH - 3}}"]
-
-
-def letter_of(outcome: Outcome) -> str:
-    """In the drawing."""
-    return {TORCHRUN: "o", TTPRUN: "#"}.get(outcome.launcher, outcome.launcher[0])
-
-
-def write_png(path: Path, outcomes: Sequence[Outcome], title: str) -> str:
-    """The same as a picture; returns why there is none, or ""."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return "matplotlib is not installed"
-    figure, axes = pyplot.subplots(figsize=(9, 4.5))
-    for outcome in outcomes:
-        axes.step(*zip(*[(0.0, 0), *outcome.progress], strict=True), where="post", label=outcome.launcher)
-    axes.set(xlabel="seconds since the start", ylabel="steps done by all ranks", title=title)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    return ""
 
 
 def show(outcomes: Sequence[Outcome], undisturbed: Outcome, steps: int) -> None:
@@ -247,7 +194,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=positive, default=50, help="steps (default 50)")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds that a job may last")
     parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--png", type=Path, help="draw the progress there")
     parser.add_argument("--folder", type=Path, help="keep the jobs' logs there; must not exist")
     parser.add_argument("--with", nargs="+", default=[], choices=list(PEERS), dest="peers", help="these as well")
     parser.add_argument("script_arguments", nargs="*", help="additional arguments of train.py, after --")
@@ -271,12 +217,8 @@ def main() -> int:
             print(f"{launcher}: {outcome.whole_s:.1f} s, {outcome.faults} faults {outcome.problem}", flush=True)
             outcomes.append(outcome)
     show(outcomes, undisturbed, options.steps)
-    print("\n".join(["", *drawn(outcomes, options.steps)]))
     after = machine()
     print(f"\nat the end: {headline(after)}")
-    title = f"{options.ranks} ranks, a fault in {options.every:g} s on average, seed {options.seed}"
-    if options.png and (why_not := write_png(options.png, [undisturbed, *outcomes], title)):
-        print(f"no picture: {why_not}")
     if options.json:
         asked = {name: getattr(options, name) for name in ("ranks", "steps", "every", "seed", "checkpoint_every")}
         figures = {"machine": before, "load_at_end": after["load"], "asked": asked}

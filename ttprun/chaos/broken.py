@@ -6,27 +6,20 @@ ports leads to which rank (`publish`), since the accepting end of a connection c
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-from ttprun.introspect.tensor_bytes import bytes_of
-
-if TYPE_CHECKING:
-    from ttprun.groups.inputs import Buckets
-
-
 import contextlib
 import ctypes
 import json
 import os
+import random
 import socket
 import struct
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ttprun.chaos.faults import Fault
 from ttprun.groups.connection import Exchange
@@ -34,7 +27,11 @@ from ttprun.groups.gloo import Connection
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.tensors import optimizer_registry
+
+if TYPE_CHECKING:
+    from ttprun.groups.inputs import Buckets
 
 # Wrong numbers on purpose: a NaN in a gradient, a flipped bit in a parameter. As with defective memory, no version
 # counter changes.
@@ -81,8 +78,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _is_gradient(tensor: torch.Tensor) -> bool:
     """Whether a tensor is reduced during backward (DDP's buckets), or is the gradient of an optimizer's parameter."""
-    from ttprun.tensors import optimizer_registry
-
     if torch._C._current_graph_task_id() != -1:
         return True
     gradients = (
@@ -96,8 +91,6 @@ def _is_gradient(tensor: torch.Tensor) -> bool:
 
 def flip_bit(seed: int) -> str:
     """Flip one bit of one parameter that an optimizer holds; returns which. Raises ValueError if there is none."""
-    from ttprun.tensors import optimizer_registry
-
     drawn = random.Random(seed)
     parameters = [
         (f"optimizer {number}, group {group_number}, parameter {index}", parameter)

@@ -81,7 +81,7 @@ def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Rank |
             held_signals.wait_while_meant_alone(signal.SIGTERM)  # or it would die some steps later
     elif session is not None:
         try:
-            detail = _break_device(fault.kind) if fault.kind in DEVICE_KINDS else _break_something(session, fault)
+            detail = _break_something(session, fault)
         except Exception as error:  # a fault that could not be caused must not disturb the script
             channel.send(from_rank.FaultFailed(armed.number, str(error)))
         else:
@@ -196,15 +196,11 @@ def _wait_for_agent() -> None:
 # What breaks devices, links or data.
 
 
-def _break_device(kind: str) -> str:
-    from ttprun.chaos import broken
-
-    return broken.break_device(kind)
-
-
 def _break_something(session: Rank, fault: Fault) -> str:
     from ttprun.chaos import broken
 
+    if fault.kind in DEVICE_KINDS:
+        return broken.break_device(fault.kind)
     if fault.kind == "worker-kill":
         return _kill_worker()
     if fault.kind == "flip-bit":

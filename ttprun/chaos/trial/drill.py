@@ -5,7 +5,7 @@ Begin with `Scenario`, which `read_scenario` checks, and with `rehearse`, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -249,15 +249,25 @@ def problems_of(scenario: Scenario, disturbed: Twin, undisturbed: Twin, injectio
         problems.append(f"the disturbed run ended with exit code {both}; see {disturbed.folder / 'launcher.log'}")
     if not injections:
         problems.append("no fault was caused at all")
+    return problems + misses(injections, ("recovered", "restarted"), scenario.rungs)
+
+
+def misses(injections: Sequence[Injection], outcomes: Collection[str], rungs: Sequence[str] = ()) -> list[str]:
+    """A sentence for each fault that was not caused, not noticed, or not recovered from.
+
+    outcomes  of an incident that are good enough
+    rungs     kinds of recovery that are; none: all
+    """
+    problems = []
     for injection in injections:
         if injection.failure:
             problems.append(f"{injection.fault} was not caused: {injection.failure}")
         elif not injection.is_accounted_for:
             problems.append(f"{injection.fault} struck, and ttprun did not notice")
-        elif injection.incident is not None and injection.outcome not in ("recovered", "restarted"):
+        elif injection.incident is not None and injection.outcome not in outcomes:
             problems.append(f"{injection.fault}: incident {injection.incident} ended as {injection.outcome}")
-        elif injection.incident is not None and scenario.rungs and injection.rung not in scenario.rungs:
+        elif injection.incident is not None and rungs and injection.rung not in rungs:
             problems.append(
-                f"{injection.fault}: recovered by {injection.rung}, and only {', '.join(scenario.rungs)} is good enough"
+                f"{injection.fault}: recovered by {injection.rung}, and only {', '.join(rungs)} is good enough"
             )
     return problems

@@ -304,7 +304,7 @@ def _row(trial: Trial, fault: Fault, incidents: list[IncidentStatus]) -> KillOut
     if _is_without_loss(incident):
         return row
     is_over = incident.outcome not in ("recovered", "restarted")
-    reason = Reason(incident.reason_kind, trial.as_users(incident.why))
+    reason = Reason(incident.reason_kind, trial.as_users(incident.why or incident.reason))
     return _explained(replace(row, result="refused" if is_over else "by a weaker rung"), reason)
 
 

@@ -1,0 +1,1 @@
+"""Faults, and trials of a script that is broken by them."""

@@ -1,1 +1,0 @@
-"""Checks: which moments, where a run writes, and what a kill came to."""
