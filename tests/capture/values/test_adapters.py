@@ -35,32 +35,6 @@ def _set(event: Any) -> Any:
     return event
 
 
-RECORDED: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], Any]]] = {
-    # how the lost rank's is made, how the replacement's, what of it counts
-    "event": (lambda: _set(threading.Event()), threading.Event, lambda x: x.is_set()),
-    "event cleared": (threading.Event, lambda: _set(threading.Event()), lambda x: x.is_set()),
-    "event between processes": (
-        lambda: _set(multiprocessing.Event()), multiprocessing.Event, lambda x: x.is_set()
-    ),
-    "value": (lambda: multiprocessing.Value("i", 7), lambda: multiprocessing.Value("i", 0), lambda x: x.value),
-    "array": (lambda: multiprocessing.Array("d", [1, 2]), lambda: multiprocessing.Array("d", 2), lambda x: x[:]),
-    "raw value": (lambda: multiprocessing.RawValue("i", 7), lambda: multiprocessing.RawValue("i"), lambda x: x.value),
-    "number of C": (lambda: ctypes.c_int(7), ctypes.c_int, lambda x: x.value),
-    "array of C": (lambda: (ctypes.c_double * 2)(1, 2), ctypes.c_double * 2, lambda x: x[:]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", RECORDED)
-def test_an_object_whose_state_an_adapter_knows_comes_back(kind: str) -> None:
-    lost, live, state_of = RECORDED[kind]
-    here: Scope = {"x": live(), "holder": [live()]}
-
-    assert carry({"x": lost(), "holder": [lost()]}, here) == []
-
-    assert state_of(here["x"]) == state_of(here["holder"][0]) == state_of(lost())
-    assert not_proved({"x": lost()}) == []
-
-
 def test_an_event_that_is_set_wakes_the_thread_that_waits_for_it() -> None:
     lost, live = _set(threading.Event()), threading.Event()
     thread = threading.Thread(target=live.wait, args=(60,))
@@ -94,13 +68,6 @@ def test_an_object_that_reveals_nothing_of_its_state_is_named_and_does_not_hinde
 
     assert here["step"] == 1
     assert [one.partition(":")[0] for one in not_proved(lost)] == [f"deep['list'][0] ({name})", f"x ({name})"]
-
-
-def test_what_is_named_must_be_of_the_same_type_and_there() -> None:
-    with pytest.raises(CannotRestoreError, match="x is a Compress in the lost rank"):
-        carry({"x": zlib.compressobj()}, {"x": None})
-    with pytest.raises(CannotRestoreError, match="x is a Compress in the lost rank"):
-        carry({"x": zlib.compressobj()}, {})
 
 
 def test_loggers_and_locks_are_not_named() -> None:

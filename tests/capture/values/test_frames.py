@@ -42,14 +42,6 @@ def test_a_function_that_runs_goes_on_with_the_variables_of_the_lost_rank() -> N
     assert replacement == lost
 
 
-def test_a_variable_that_the_replacement_has_not_set_yet_is_set() -> None:
-    here: Scope = {}
-
-    carry({"step": 3, "name": "x", "pair": (1, 2), "table": {"a": [1]}}, here)
-
-    assert here == {"step": 3, "name": "x", "pair": (1, 2), "table": {"a": [1]}}
-
-
 def test_globals_of_a_module_are_written_in_place() -> None:
     here = {"__name__": "config", "steps": 0, "schedule": [1, 2], "torch": torch, "train": train}
     schedule = here["schedule"]

@@ -88,17 +88,6 @@ def test_a_compiled_part_of_a_module_is_among_the_tensors_of_its_checkpoint() ->
     assert found.keys() == model.state_dict().keys()
 
 
-def test_an_averaged_copy_of_a_model_comes_back_with_its_weights() -> None:
-    lost = torch.optim.swa_utils.AveragedModel(trained(2))
-    lost.update_parameters(trained(3))
-    lost.update_parameters(trained(4))
-    live = torch.optim.swa_utils.AveragedModel(trained(1))
-
-    carry({"ema": lost}, {"ema": live})
-
-    assert all(torch.equal(a, b) for a, b in zip(live.state_dict().values(), lost.state_dict().values(), strict=True))
-
-
 def test_a_part_of_a_model_under_a_name_of_its_own_is_recorded_once() -> None:
     lost, live = trained(5), trained(1)
     recorded, blobs = record({"norm": lost.norm, "model": lost, "again": lost})
@@ -116,33 +105,6 @@ def test_a_module_with_a_buffer_of_another_shape_is_refused_with_its_name() -> N
         carry({"model": lost}, {"model": Net(4)}, stepped=parameters_of(lost))
 
 
-def test_a_layer_that_was_set_to_evaluation_on_the_way_is_in_evaluation_or_refused() -> None:
-    lost, live = Net(), Net()
-    lost.norm.eval()
-
-    refused = is_refused({"model": lost}, {"model": live})
-
-    assert refused or (live.training, live.norm.training) == (True, False)
-
-
-def test_a_layer_that_was_frozen_on_the_way_is_frozen_or_refused() -> None:
-    lost, live = Net(), Net()
-    lost.inner.requires_grad_(False)
-
-    refused = is_refused({"model": lost}, {"model": live})
-
-    assert refused or not live.inner.weight.requires_grad
-
-
-def test_a_dropout_rate_that_was_changed_on_the_way_comes_back_or_is_refused() -> None:
-    lost, live = Net(), Net()
-    lost.drop.p = 0.1
-
-    refused = is_refused({"model": lost}, {"model": live})
-
-    assert refused or live.drop.p == 0.1
-
-
 def test_the_attributes_of_a_library_module_that_change_each_step_come_back_each_time() -> None:
     lost = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(2, 2))
     live = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(2, 2))
@@ -153,21 +115,6 @@ def test_the_attributes_of_a_library_module_that_change_each_step_come_back_each
         carry({"model": lost}, {"model": live}, stepped=parameters_of(lost))
 
         assert (live[0].p, live.training, live[1].training) == (lost[0].p, lost.training, lost.training)
-
-
-def test_what_a_script_keeps_on_the_layers_of_a_library_comes_back() -> None:
-    """As the importance of each weight, for which they are pruned or held back."""
-    lost, live = (torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)) for _ in range(2))
-    for layer in (lost, live):
-        layer.score, layer.seen, layer.bounds = torch.zeros(4), [], {"low": 0}
-    record({"layer": lost})
-    lost.score += 1
-    lost.seen.append(3)
-    lost.bounds["low"] = 5
-
-    assert carry({"layer": lost}, {"layer": live}) == []
-
-    assert (live.score.tolist(), live.seen, live.bounds) == ([1.0] * 4, [3], {"low": 5})
 
 
 def test_what_a_script_keeps_on_a_module_of_its_own_comes_back_though_its_weight_is_parametrized() -> None:
@@ -230,15 +177,6 @@ def test_the_gradient_of_a_parameter_that_no_optimizer_has_cannot_be_used_unseen
     carry({"layer": lost}, {"layer": live})
 
     assert all(parameter.grad is not None and parameter.grad.isnan().all() for parameter in live.parameters())
-
-
-def test_a_submodule_under_a_name_of_its_own_is_the_one_of_the_model() -> None:
-    lost, live = Net(), Net()
-    here: Scope = {"model": live, "head": live.norm}
-
-    carry({"model": lost, "head": lost.inner}, here)
-
-    assert here["head"] is live.inner
 
 
 def _steps_of_a_hook(lost_steps: int) -> tuple[list[str], int, bool]:
@@ -441,15 +379,3 @@ def test_a_function_in_a_module_that_holds_the_module_is_walked_over_once(monkey
     record({"model": model})
 
     assert len(made) == 1
-
-
-def test_the_mode_of_a_compiled_part_comes_back() -> None:
-    lost, live = (
-        torch.nn.Sequential(torch.compile(torch.nn.Dropout(0.5), backend="eager"), torch.nn.Linear(2, 2)) for _ in "ab"
-    )
-    lost.eval()
-
-    doubts = carry({"model": lost}, {"model": live})
-
-    assert not doubts
-    assert [part.training for part in live.modules()] == [False] * 4

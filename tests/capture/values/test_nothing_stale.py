@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import decimal
 import functools
 import logging
 import math
@@ -32,10 +31,8 @@ from tests.capture.values.carrying import (
     are_alike,
     big,
     carry,
-    is_refused,
     record,
 )
-from ttprun.capture import values
 from ttprun.capture.records.nodes import DataNode, ListNode, Number, ValueObjectNode, WeightNode
 from ttprun.capture.values import CannotRestoreError, Restore
 from ttprun.capture.values.snapshot import Snapshot, with_fixed
@@ -47,11 +44,6 @@ def test_a_name_that_the_lost_rank_has_deleted_is_not_in_the_replacement() -> No
     carry({"step": 1, "batch": [1]}, here)
 
     assert here == {"step": 1, "batch": [1]}
-
-
-def test_what_the_replacement_has_not_made_and_cannot_make_is_refused_with_its_name() -> None:
-    with pytest.raises(CannotRestoreError, match="writer, a Logger, is not in the replacement"):
-        carry({"writer": logging.getLogger("x")}, {})
 
 
 def test_what_has_no_state_and_was_not_made_is_named_and_what_holds_it_is_no_doubt() -> None:
@@ -113,11 +105,6 @@ def test_the_name_of_a_file_that_was_closed_long_ago_does_not_hinder_a_recovery(
         here["file"].write("y")
 
 
-def test_an_object_of_an_extension_module_is_compared() -> None:
-    assert not is_refused({"x": decimal.Context(prec=5)}, {"x": decimal.Context(prec=5)})
-    assert is_refused({"x": decimal.Context(prec=5)}, {"x": decimal.Context(prec=6)})
-
-
 def test_nothing_in_a_record_can_call_what_the_script_has_not_made() -> None:
     """A record names functions and types; it never calls a function, and makes only values of known kinds."""
     struck: list[int] = []
@@ -129,66 +116,6 @@ def test_nothing_in_a_record_can_call_what_the_script_has_not_made() -> None:
         Restore([], True).module(here, {"x": ValueObjectNode("subprocess:Popen", {"args": "true"})}, "")
 
     assert struck == []
-
-
-def _put_another_dictionary_in_place(one: Any) -> None:
-    one.__dict__ = {"rate": 0.5, "name": "b"}
-
-
-ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
-    "another value": lambda one: setattr(one, "rate", 0.25),
-    "an equal value of another type": lambda one: setattr(one, "count", True),
-    "a new name": lambda one: setattr(one, "fresh", None),
-    "a name that is gone": lambda one: delattr(one, "name"),
-    "by its dictionary": lambda one: vars(one).update(name="c"),
-    "another dictionary": _put_another_dictionary_in_place,
-    "an object in place of a number": lambda one: setattr(one, "rate", Meter()),
-}
-
-
-@pytest.mark.parametrize("change", ATTRIBUTES)
-def test_attributes_that_change_behind_many_boundaries_come_as_they_are_now(change: str) -> None:
-    lost, expected = (argparse.Namespace(rate=0.5, count=1, name="a") for _ in range(2))
-    for _ in range(40):
-        values.begin_boundary()
-        record({"options": lost})
-
-    for one in (lost, expected):
-        ATTRIBUTES[change](one)
-    values.begin_boundary()
-
-    assert are_alike(record({"options": lost}), record({"options": expected}))
-
-
-OPTIMIZERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "a rate": lambda one: one.param_groups[0].update(lr=0.25),
-    "a pair of rates": lambda one: one.param_groups[0].update(betas=(0.5, 0.25)),
-    "a value of the script's": lambda one: one.param_groups[0].update(scale=2.0),
-    "a group added": lambda one: one.add_param_group({"params": [torch.zeros(1)], "lr": 3.0}),
-    "a group loaded": lambda one: one.load_state_dict(one.state_dict() | {"param_groups": _with_rate(one, 7.0)}),
-    "an attribute": lambda one: setattr(one, "scale", 2.0),
-}
-
-
-def _with_rate(optimizer: torch.optim.Optimizer, rate: float) -> list[dict[str, Any]]:
-    return [group | {"lr": rate} for group in optimizer.state_dict()["param_groups"]]
-
-
-@pytest.mark.parametrize("change", OPTIMIZERS)
-def test_what_changes_of_an_optimizer_behind_many_boundaries_comes_as_it_is_now(change: str) -> None:
-    lost, expected = torch.optim.Adam([torch.zeros(1)]), torch.optim.Adam([torch.zeros(1)])
-    before: Any = None
-    for _ in range(40):
-        values.begin_boundary()
-        before = record({"optimizer": lost})
-
-    for one in (lost, expected):
-        OPTIMIZERS[change](one)
-    values.begin_boundary()
-
-    after = record({"optimizer": lost})
-    assert not are_alike(before, after)
-    assert are_alike(after, record({"optimizer": expected}))
 
 
 MODULES: dict[str, Callable[[Scope], Any]] = {

@@ -130,15 +130,6 @@ def test_a_file_in_memory_that_is_closed_holds_nothing() -> None:
     assert carry({"report": lost}, {"report": here}) == []
 
 
-def test_a_queue_of_the_script_alone_comes_back_with_what_it_holds() -> None:
-    lost: queue.Queue[int] = queue.Queue()
-    here: queue.Queue[int] = queue.Queue()
-    lost.put(7)
-
-    assert carry({"left": lost}, {"left": here}) == []
-    assert here.get_nowait() == 7
-
-
 @pytest.fixture
 def feeder() -> Iterator[None]:
     """A thread of the user's code lives."""

@@ -20,7 +20,6 @@ from tests.capture.values.carrying import (
     as_the_recorder_writes_them,
     big,
     carry,
-    is_refused,
     record,
 )
 from tests.rank.processes import run_alone
@@ -29,26 +28,6 @@ from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, Unrecor
 from ttprun.introspect.tensor_bytes import places
 from ttprun.rank.bootstrap import patch_table
 from ttprun.tensors import optimizer_registry
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(1.5), torch.arange(6).reshape(2, 3), torch.zeros(0, 4), torch.tensor([True, False]),
-        torch.tensor([1.5, -2.0], dtype=torch.bfloat16), torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj(),
-        torch.arange(12.0).reshape(3, 4).t(), torch.tensor([1.0]).half(), torch.tensor([float("nan")]),
-    ],
-    ids=["0-d", "int", "empty", "bool", "bfloat16", "complex", "conj", "transposed", "half", "nan"],
-)  # fmt: skip
-def test_a_small_tensor_comes_back(tensor: torch.Tensor) -> None:
-    here: Scope = {"x": torch.full_like(tensor, 0), "new": None}
-
-    carry({"x": tensor, "new": tensor.clone()}, here)
-
-    for found in here.values():
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found.nan_to_num(7.0) if tensor.is_floating_point() else found, tensor.nan_to_num(7.0)
-                           if tensor.is_floating_point() else tensor)  # fmt: skip
 
 
 def test_the_result_of_a_functional_collective_comes_back_as_a_plain_tensor() -> None:
@@ -84,45 +63,6 @@ class _Wrapped(torch.autograd.Function):
         return gradient
 
 
-BATCHES = {
-    "plain": lambda: torch.randn(30, 50),
-    "transposed": lambda: torch.randn(30, 50).t(),
-    "all of its storage but the first": lambda: torch.randn(31, 50)[1:],
-    "a part of a large one": lambda: torch.randn(1000, 50)[3:33],
-    "columns of a large one": lambda: torch.randn(1000, 50)[:60, :25],
-    "conj": lambda: torch.randn(30, 50, dtype=torch.complex64).conj(),
-    "negated": lambda: torch.randn(30, 50, dtype=torch.complex64).conj().imag,
-    "bytes": lambda: torch.randint(256, (5000,), dtype=torch.uint8),
-    "learnt": lambda: torch.randn(30, 50, requires_grad=True),
-}
-
-
-@pytest.mark.parametrize("kind", BATCHES)
-def test_a_batch_of_some_kilobytes_comes_back_as_it_is_though_no_version_counter_shows_that_it_changed(
-    kind: str,
-) -> None:
-    lost, here, new = BATCHES[kind](), {"x": BATCHES[kind]()}, {"x": None}
-    record({"x": lost})
-    lost.data[-1] = 77
-
-    carry({"x": lost}, here)
-    carry({"x": lost}, new)
-
-    assert torch.equal(here["x"], lost)
-    assert torch.equal(new["x"], lost)
-
-
-def test_names_for_parts_of_one_batch_share_its_memory_in_the_replacement() -> None:
-    lost, live = torch.randn(40, 50), torch.zeros(40, 50)
-    here = {"batch": live, "half": live[:20], "again": live}
-
-    carry({"batch": lost, "half": lost[:20], "again": lost}, here)
-    here["batch"].fill_(8.0)
-
-    assert here["half"].eq(8.0).all()
-    assert here["again"] is here["batch"]
-
-
 def test_what_is_only_compared_holds_the_contents_of_a_batch_itself() -> None:
     separate = Snapshot({}, is_separate=True)
 
@@ -130,25 +70,6 @@ def test_what_is_only_compared_holds_the_contents_of_a_batch_itself() -> None:
 
     assert first.contents != second.contents
     assert not separate.blobs
-
-
-def test_a_loss_comes_back_as_one_that_was_computed_with_gradients() -> None:
-    weight = torch.ones(1, requires_grad=True)
-    here = {"loss": (weight * 2).sum()}
-
-    carry({"loss": (weight * 5).sum()}, here)
-
-    assert here["loss"].item() == 5.0
-    assert here["loss"].requires_grad
-
-
-def test_a_leaf_that_is_learnt_stays_one() -> None:
-    here = {"temperature": torch.zeros(1, requires_grad=True)}
-
-    carry({"temperature": torch.ones(1, requires_grad=True)}, here)
-
-    assert here["temperature"].requires_grad
-    assert here["temperature"].item() == 1.0
 
 
 def leaf(length: int, gradient: float | None) -> torch.Tensor:
@@ -188,26 +109,6 @@ def test_on_the_way_to_the_boundary_gradients_are_left_as_the_replay_has_made_th
 
     assert here["delta"].grad is not None
     assert here["delta"].grad.tolist() == [-5.0] * 3
-
-
-def test_two_names_for_one_tensor_stay_two_names_for_one_tensor() -> None:
-    lost, live = torch.ones(3), torch.zeros(3)
-    here = {"running": live, "meter": {"running": live}}
-
-    carry({"running": lost, "meter": {"running": lost}}, here)
-
-    assert here["meter"]["running"] is here["running"]
-
-
-def test_a_view_of_a_small_tensor_stays_a_view_or_is_refused() -> None:
-    lost, live = torch.ones(4), torch.zeros(4)
-    here = {"stats": live, "first": live[:1]}
-
-    refused = is_refused({"stats": lost, "first": lost[:1]}, here)
-    if not refused:
-        here["stats"].fill_(8)
-
-    assert refused or here["first"].item() == 8.0
 
 
 def test_a_tensor_that_something_else_holds_too_is_changed_for_both() -> None:
@@ -258,21 +159,6 @@ def _places_of_parameters(has_stepped: bool) -> list[int]:
 def test_a_parameter_has_its_place_whether_or_not_the_optimizers_have_their_state() -> None:
     """Of several optimizers some may not have made a step yet in a replay."""
     assert run_alone(_places_of_parameters, True) == run_alone(_places_of_parameters, False) == [0, 1, 2]
-
-
-def test_large_data_that_the_replay_has_loaded_alike_is_accepted() -> None:
-    assert carry({"data": big(1.0)}, {"data": big(1.0)}) == []
-
-
-@pytest.mark.parametrize(
-    "live",
-    [big(2.0), torch.ones(LARGE // 2), torch.ones(LARGE, dtype=torch.float64), None],
-    ids=["data", "shape", "dtype", "none"],
-)
-def test_large_data_that_differs_is_a_mismatch(live: Any) -> None:
-    (mismatch,) = carry({"data": big(1.0)}, {"data": live})
-
-    assert mismatch.startswith("data ")
 
 
 def test_a_row_of_a_large_tensor_that_comes_before_it_stays_a_row_of_it() -> None:
@@ -381,13 +267,6 @@ def test_a_large_tensor_that_is_changed_behind_its_version_counter_is_carried_to
     carry(lost, here)
 
     assert torch.equal(here["ema"], lost["ema"])
-
-
-def test_a_single_element_of_large_data_that_differs_is_a_mismatch() -> None:
-    live = big(1.0)
-    live[12_345] = 2.0
-
-    assert carry({"data": big(1.0)}, {"data": live}) == ["data has other data than in the lost rank"]
 
 
 def test_a_tensor_that_was_recorded_can_still_be_resized() -> None:

@@ -439,8 +439,8 @@ def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: in
 
 def restore_optimizer(restore: Restore, live: Any, node: OptimizerNode, name: str) -> Any:
     """Write them into the replacement's optimizer."""
-    groups = [group.settings for group in all_of(live)]
-    if name_of(type(live)) != node.kind or len(groups) != len(node.groups) or how_many_shown(live) != node.shown:
+    groups = [group.settings for group in all_of(live)] if name_of(type(live)) == node.kind else []
+    if not groups or len(groups) != len(node.groups) or how_many_shown(live) != node.shown:
         return restore.refuse(live, f"{name} is another optimizer than in the lost rank")
     if not restore.claim_or_refuse(node.number, live, name):
         return live
