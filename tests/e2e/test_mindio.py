@@ -257,19 +257,6 @@ def test_a_rank_of_a_smaller_group_is_replaced_from_one_that_is_left(run_ttprun:
     assert len({lines[-1].split()[-1] for lines in result.hashes.values()}) == 1, result.story()
 
 
-def test_a_job_whose_replica_has_left_ends_well_without_it(run_ttprun: RunTtprun, weights: Undisturbed) -> None:
-    faults = ["kill:rank=0,step=12,phase=in_step"]
-
-    result = run_ttprun(MEGATRON, 4, faults=faults, options=IRREPLACEABLE, script_args=[*STEPS, "--dropout=0"])
-
-    assert_recovered_by(result, ["resize"])
-    assert result.status["away"] == [0, 1], result.story()
-    assert [rank["state"] for rank in result.status["ranks"]] == ["away", "away", "finished", "finished"]
-    whole = weights(MEGATRON, 4, "--dropout=0")
-    assert result.hashes == {0: [], 1: [], 2: whole[2], 3: whole[3]}, result.story()
-    assert result.exit_code == 0, result.story()
-
-
 def test_a_framework_without_handlers_for_fewer_ranks_is_restarted_as_ever(
     run_ttprun: RunTtprun, weights: Undisturbed
 ) -> None:

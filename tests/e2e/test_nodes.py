@@ -157,7 +157,7 @@ def test_what_else_befalls_a_rank_of_several_nodes_is_repaired_and_no_step_is_lo
     assert len(struck) == len(faults), leader.story()
 
 
-@pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])
+@pytest.mark.parametrize("is_cut", [False], ids=["its processes are killed"])
 def test_a_lost_node_ends_the_job_and_says_so(nodes: Nodes, start: StartNodes, is_cut: bool) -> None:
     launches = start("plain_tensors.py", 1, options=["--node-wait-s", "1"], script_args=["--steps", "100000"])
     for launch in launches:
@@ -407,7 +407,7 @@ def test_if_the_leader_is_lost_while_a_rank_of_another_node_is_repaired_both_are
     assert_same_weights(runs, undisturbed(GATED, 3))
 
 
-@pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])
+@pytest.mark.parametrize("is_cut", [True], ids=["its link is cut"])
 def test_if_nobody_takes_the_slots_of_the_leaders_node_the_job_ends_with_143(
     nodes: Nodes, start: StartNodes, is_cut: bool
 ) -> None:

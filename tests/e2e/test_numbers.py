@@ -30,14 +30,6 @@ def test_of_two_ranks_that_differ_none_is_right_and_both_start_anew(run_ttprun: 
     assert "no majority" in incident["reason"], run.story()
 
 
-def test_replicas_that_are_alike_are_compared_and_left_alone(run_ttprun: RunTtprun) -> None:
-    run = run_ttprun("plain_tensors.py", 2, options=["--verify-every", "1"])
-
-    assert run.exit_code == 0, run.story()
-    assert run.incidents == [], run.story()
-    assert not [event for event in run.events if event["event"].startswith("replicas")], run.story()
-
-
 def test_one_nan_in_a_gradient_is_reported_once_at_the_next_step_at_the_latest_and_training_goes_on(
     run_ttprun: RunTtprun,
 ) -> None:

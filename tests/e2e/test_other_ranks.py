@@ -107,17 +107,6 @@ def test_more_epochs_by_an_argument_and_a_killed_rank_is_replaced_afterwards(job
     assert second.counts == [3] * 100, second.story()
 
 
-def test_a_run_that_has_changed_its_ranks_can_change_them_again(job: Job) -> None:
-    job.launch(COUNTS, 2, faults=preempted(4))
-    second = job.launch(COUNTS, 3, faults=preempted(6))
-    third = job.launch(COUNTS, 2)
-
-    boundary = second.status["checkpoint"]["boundary"]
-    assert_adapted(third, boundary)
-    counts = third.counts
-    assert (min(counts), sum(counts)) == (2, 200 + (100 - 4 * 8 - (boundary - 4) * 12) % 2), third.story()
-
-
 LONGER = [
     # script, its arguments, what makes it longer
     ("epochs_dataloader.py", ["--workers", "0"], ["--epochs", "4"]),  # workers' random numbers begin anew

@@ -24,16 +24,6 @@ def test_an_error_of_the_script_that_comes_back_at_the_same_step_ends_the_job_wi
     assert "[rank1]: ValueError: the fifth batch has no labels" in run.stderr[1], run.story()
 
 
-def test_a_job_that_may_not_replace_ranks_restarts_them_all_as_torchrun_does(run_ttprun: RunTtprun) -> None:
-    faults = ["kill:rank=1,step=3,phase=backward"]
-    run = run_ttprun("plain_tensors.py", 2, faults=faults, options=["--rungs", "restart", "--max-restarts", "1"])
-
-    assert run.exit_code == 0, run.story()
-    (incident,) = run.incidents
-    assert (incident["rung"], incident["outcome"]) == ("restart", "restarted"), run.story()
-    assert "replacement is switched off" in incident["reason"], run.story()
-
-
 def test_a_job_that_may_not_be_restarted_ends_with_the_reason(run_ttprun: RunTtprun) -> None:
     faults = ["kill:rank=1,step=3,phase=backward"]
     run = run_ttprun("plain_tensors.py", 2, faults=faults, options=["--rungs", "reconnect", "--max-restarts", "1"])

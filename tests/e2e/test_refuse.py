@@ -32,14 +32,6 @@ def test_a_replacement_that_differs_is_refused_with_a_reason_and_all_ranks_start
     assert result.exit_code == 0
 
 
-def test_without_a_restart_left_a_refused_repair_ends_the_job(run_ttprun: Callable[..., Run]) -> None:
-    result = run_ttprun("second_time.py", 2, faults=[KILL], script_args=["--kind", "data"])
-
-    assert result.exit_code == 137
-    assert [incident["outcome"] for incident in result.incidents] == ["failed"]
-    assert "another batch" in result.incidents[0]["reason"]
-
-
 HIDDEN = [
     # what depends on state that nobody records, a part of the reason
     ("augmentation", "loss number 1 of step 12"),

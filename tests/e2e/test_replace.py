@@ -138,12 +138,6 @@ def test_two_ranks_that_are_lost_in_one_step_are_replaced_together(
     assert_same_outcome(result, undisturbed(TRAINER, 3))
 
 
-def test_a_rank_killed_after_its_last_step_is_replaced_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    assert_replaced(run_ttprun, undisturbed, TWO_OPTIMIZERS, 2, ["kill:rank=1,phase=exit"])
-
-
 def test_a_rank_that_leaves_early_with_code_0_is_no_fault(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
     result = run_ttprun("early_exit.py", 3)
 

@@ -44,18 +44,6 @@ def test_a_script_that_meets_transient_errors_is_run_again_in_the_same_processes
     assert result.process_counts == [1] * ranks
 
 
-def test_two_ranks_that_meet_an_error_in_one_step_are_both_run_again(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    faults = [f"exception:rank={rank},step=9,phase=before_step" for rank in (0, 2)]
-
-    result = run_ttprun(PLAIN, 4, faults=faults, options=RETRY)
-
-    assert sorted(rank for incident in result.incidents for rank in incident["ranks"]) == [0, 2]
-    assert {incident["outcome"] for incident in result.incidents} == {"recovered"}
-    assert_same_outcome(result, undisturbed(PLAIN, 4))
-
-
 def test_what_a_script_has_left_in_its_process_does_not_trouble_its_next_run(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
@@ -110,15 +98,6 @@ def test_what_is_not_run_again_is_replaced(
     assert_recovered_by(result, ["replace"])
     assert_same_outcome(result, undisturbed(TRACES, 2, script_args))
     assert result.process_counts == [1, 2]
-
-
-def test_a_rerun_needs_no_leave_to_replace_ranks(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
-    faults = ["exception:rank=1,step=12,phase=backward"]
-
-    result = run_ttprun(PLAIN, 2, faults=faults, options=[*RETRY, "--rungs", "rerun,restart"])
-
-    assert_recovered_by(result, ["rerun"])
-    assert_same_outcome(result, undisturbed(PLAIN, 2))
 
 
 def test_an_error_that_comes_back_at_the_same_step_is_not_transient(run_ttprun: RunTtprun) -> None:

@@ -208,42 +208,6 @@ def test_a_node_that_goes_down_is_replaced_by_a_spare_one(
     assert "takes the place of the lost node" in job.output, job.output
 
 
-def test_a_drained_node_lets_the_job_finish(
-    start: Callable[..., slurm.Job], undisturbed: Undisturbed, cluster: slurm.Slurm
-) -> None:
-    job = start()
-    wait_at_gate(job)
-
-    with out_of_service(cluster, SECOND, "DRAIN"):
-        open_gate(job)
-        assert job.finish() == "COMPLETED", job.output
-
-    assert hashes(job.output) == expected(undisturbed)
-
-
-def test_two_jobs_on_the_same_nodes_have_stores_of_their_own(
-    start: Callable[..., slurm.Job], undisturbed: Undisturbed
-) -> None:
-    jobs = [start(["--oversubscribe", "--cpus-per-task=1", "--exclusive=user"]) for _ in range(2)]
-    for job in jobs:
-        open_gate(job)
-
-    for job in jobs:
-        assert job.finish() == "COMPLETED", job.output
-        assert hashes(job.output) == expected(undisturbed)
-
-
-def test_a_job_takes_as_many_nodes_as_it_gets_and_several_ranks_on_each(
-    start: Callable[..., slurm.Job], undisturbed: Undisturbed
-) -> None:
-    job = start(["--nodes=1-2"], RANKS_PER_NODE="2")
-    open_gate(job)
-
-    assert job.finish() == "COMPLETED", job.output
-    ranks = 2 * int(job.fields["NumNodes"])
-    assert hashes(job.output) == expected(undisturbed, ranks)
-
-
 def test_without_a_spare_a_lost_node_ends_the_start_with_its_own_reason_and_the_job_goes_on_in_the_next(
     start: Callable[..., slurm.Job], undisturbed: Undisturbed
 ) -> None:

@@ -1,6 +1,6 @@
 """A small DDP model whose set-up looks at the file system; each rank has a folder of its own, where it also writes.
 
-torchrun --nproc-per-node 2 looks_at_files.py --out=out --what=version
+torchrun --nproc-per-node 2 looks_at_files.py --out=out --what=resume
 """
 
 import argparse
@@ -9,7 +9,6 @@ import hashlib
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ args = parser.parse_args()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 folder = os.path.join(args.out, f"rank{rank}")
-path = Path(folder)
 
 
 def must_be_new():
@@ -32,13 +30,6 @@ def must_be_new():
         sys.exit(f"Output directory ({folder}) already exists and is not empty.")
     os.makedirs(folder)
     return 1
-
-
-def version():
-    os.makedirs(f"{folder}/versions", exist_ok=True)
-    number = len(os.listdir(f"{folder}/versions"))
-    os.mkdir(f"{folder}/versions/version_{number}")
-    return number + 1
 
 
 def resume():
@@ -49,33 +40,11 @@ def resume():
     return 1
 
 
-def resume_or_fail():
-    try:
-        return 100 * torch.load(f"{folder}/last.pt")["step"]
-    except FileNotFoundError as error:
-        return error.errno
-
-
 def newest():
     with open(f"{folder}/step-0.txt", "w") as file:
         file.write("0")
     found = max(glob.glob(f"{folder}/step-*.txt"), key=os.path.getmtime)
     return 1 + len(glob.glob(f"{folder}/**/*.txt", recursive=True)) + int(open(found).read())  # noqa: SIM115
-
-
-def with_pathlib():
-    is_there = (path / "notes").exists() or (path / "notes").is_dir()
-    (path / "notes").mkdir()
-    (path / "notes" / "begun").touch(exist_ok=False)
-    (path / "notes" / "seen.txt").write_text("seen")
-    found = [p.name for p in sorted((path / "notes").iterdir())] + [p.name for p in path.glob("notes/*.txt")]
-    return 1 + is_there + len(found) + (path / "notes" / "seen.txt").stat().st_size
-
-
-def scanning():
-    sizes = [entry.stat().st_size for entry in os.scandir(f"{folder}") if entry.is_file()]
-    walked = [name for _, folders, names in os.walk(folder) for name in (*folders, *names)]
-    return len(sizes) + len(walked) + os.access(f"{folder}/last.pt", os.R_OK)
 
 
 def own_log():
@@ -84,17 +53,6 @@ def own_log():
     with open(f"{folder}/log.txt") as file:
         lines = file.readlines()
     return len(lines) + os.path.getsize(f"{folder}/log.txt")
-
-
-def exclusively():
-    with open(f"{folder}/one", "x") as file:
-        file.write("one")
-    os.close(os.open(f"{folder}/two", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    try:
-        open(f"{folder}/one", "x").close()
-    except FileExistsError:
-        return 3
-    return 1
 
 
 def renamed():
@@ -119,18 +77,7 @@ def by_a_command():
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
-everything = (
-    must_be_new,
-    version,
-    resume,
-    resume_or_fail,
-    newest,
-    with_pathlib,
-    scanning,
-    own_log,
-    exclusively,
-    renamed,
-)
+everything = (must_be_new, resume, newest, own_log, renamed)
 names = args.what.split(",")
 if args.what and "must_be_new" not in names:
     os.makedirs(folder)
