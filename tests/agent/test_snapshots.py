@@ -22,6 +22,7 @@ from ttprun.agent.node import stored_states
 from ttprun.agent.node.stored_states import SnapshotBuffer, path_of
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.rank_events import Event
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.tensors.memory import Memory
@@ -76,7 +77,7 @@ class FakeNode:
         self.config = SimpleNamespace(snapshot_every=every)
         self.job: Any = SimpleNamespace(
             phase=recovery.JobPhase.RUNNING,
-            unprotected_reason="",
+            unprotected_reason=Reason(),
             are_alone=False,
             incident_count=0,
             replicas=UNKNOWN,
@@ -219,7 +220,8 @@ def test_never_is_never(job: Callable[[str], Job]) -> None:
 
 
 @pytest.mark.parametrize(
-    "differing", [{"phase": recovery.JobPhase.FREEZING}, {"unprotected_reason": "the ranks do not step together"}]
+    "differing",
+    [{"phase": recovery.JobPhase.FREEZING}, {"unprotected_reason": Reason(text="the ranks do not step together")}],
 )
 def test_nothing_is_asked_for_while_the_ranks_cannot_take_it_together(
     job: Callable[[str], Job], differing: dict[str, Any]

@@ -20,6 +20,7 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status
 from ttprun.protocol import node_orders
 from ttprun.protocol.board import Field
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import open_incident
 from ttprun.recovery.replicas import Replicas
@@ -77,7 +78,7 @@ def test_an_incident_is_recovered_when_a_step_has_been_completed_after_it_or_all
 
 def test_an_incident_has_one_list_of_what_is_not_proved(tmp_path: Path) -> None:
     run, publisher, incident, incidents = publishing(tmp_path)
-    incidents.not_proved.take(0, ("game (sim.Game): it can change, and does not show its state",))
+    incidents.not_proved.take(0, (Reason(text="game (sim.Game): it can change, and does not show its state"),))
 
     incidents.note(replace(incident, ranks=(0,)))
     incidents.note_compared(0, ["1 batch"], ["1 loss is another one but for rounding"])
@@ -122,7 +123,7 @@ def test_a_run_that_has_lost_its_protection_since_the_last_status_says_so_at_its
     publisher = StatusPublisher(node, Incidents(node), *PARTS)
     publisher.publish()
 
-    node.job = replace(job, unprotected_reason="rank 0 reports: it has started the ranks itself")
+    node.job = replace(job, unprotected_reason=Reason(text="rank 0 reports: it has started the ranks itself"))
     publisher.end(0, "")
 
     assert read_status(run.status).protection.startswith("off: rank 0 reports")
@@ -168,16 +169,16 @@ def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_ar
 def test_protection_is_promised_once_what_the_ranks_have_recorded_was_read_back() -> None:
     job = recovery.new_job(recovery.Settings(world_size=2))
 
-    assert protection_of(job, [], unchecked=[1]) == "being checked: the records of rank 1 are being read back"
-    assert protection_of(job, []) == "on"
+    assert protection_of(job, [], unchecked=[1]).kind == "being-checked"
+    assert protection_of(job, []).text == "on"
 
 
 def test_what_no_replay_could_restore_is_part_of_the_promise() -> None:
     job = recovery.new_job(recovery.Settings(world_size=2))
 
-    found = protection_of(job, [], unrecorded=["main: lines cannot be recorded: it is a csv.reader", "another"])
+    found = protection_of(job, [], unrecorded=[Reason(text="main: lines cannot be recorded: it is a csv.reader")] * 2)
 
-    assert found == (
+    assert found.text == (
         "on, but a rank that is lost before the first loss of its step is not replaced: main: lines cannot be "
         "recorded: it is a csv.reader (and 1 more)"
     )
@@ -189,7 +190,8 @@ def test_what_cannot_be_restored_is_said_once_on_the_console_and_is_named_with_e
     run, publisher, incident, incidents = publishing(tmp_path)
 
     for rank in (0, 1):
-        incidents.not_proved.take(rank, ("main: lines cannot be recorded: it is a csv.reader",), is_unrecorded=True)
+        lines = Reason(text="main: lines cannot be recorded: it is a csv.reader")
+        incidents.not_proved.take(rank, (lines,), is_unrecorded=True)
     incidents.note(replace(incident, ranks=(0,)))
     publisher.publish()
 

@@ -34,6 +34,7 @@ from ttprun.introspect.current_rank import LIVE, Observers, Parts, Rank, begin, 
 from ttprun.introspect.models import all_of
 from ttprun.introspect.tensor_bytes import bytes_of, places
 from ttprun.protocol.board import Board
+from ttprun.protocol.reason import Reason
 
 SLOT_BYTES = 1 << 30  # room for one record, without what the optimizers update
 
@@ -84,7 +85,7 @@ class _Line:
         raise AssertionError(message)
 
 
-def _refuse(why: str) -> None:
+def _refuse(why: Reason) -> None:
     raise NotRepeatedError(why)
 
 
@@ -187,7 +188,7 @@ class Capture:
             steps = recording.Steps(made.optimizers(), held, made.counts_now(), number)
             record, blobs, _ = recording.describe(host, boundary, frame, steps)
             head = pack(record)
-        assert (Effects.why_not_noted(), record.unfollowed) == ("", "")
+        assert (Effects.why_not_noted().text, record.unfollowed) == ("", "")
         recorder.write(boundary, head, blobs)
         if boundary == 1 or recorder.read_first() is None:
             recorder.write_first(boundary, head, blobs)

@@ -30,6 +30,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.codec import Message
 from ttprun.protocol.from_rank import GroupJournal
+from ttprun.protocol.reason import Reason
 
 _ALWAYS = 1 << 30  # a generation that does not end
 _LOOK_AGAIN_S = 0.02
@@ -176,7 +177,7 @@ class Groups:
             except RuntimeError:  # a connection has broken again
                 self._begin_after(generation)
             except Exception as error:
-                self._fail(f"{type(error).__name__}: {error}")
+                self._fail(Reason(text=f"{type(error).__name__}: {error}"))
 
     def _survive(self, generation: int) -> None:
         """Another member is lost: stop, and issue again all that was issued so far."""
@@ -234,7 +235,7 @@ class Groups:
         """A connection has broken, and nobody has begun a generation since."""
         self.member.report_broken(self.member.generation, "", after_s)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: Reason) -> None:
         """The lost member cannot be replaced: whoever waits for that gets EndedError."""
         self.member.give_up_protection(reason)
         self._journal.end()

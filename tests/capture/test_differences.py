@@ -7,7 +7,7 @@ from ttprun.capture.replay.findings import difference_of_stepping
 
 
 def test_another_optimizer_that_steps_at_the_same_place_is_another_boundary() -> None:
-    assert difference_of_stepping(record_of(stepping=1), 1) == ""
-    assert "optimizer 0 steps there" in difference_of_stepping(record_of(stepping=1), 0)
-    assert difference_of_stepping(record_of(stepping=1), None) == ""
-    assert difference_of_stepping(record_of(stepping=None), 0) == ""
+    assert not difference_of_stepping(record_of(stepping=1), 1)
+    assert "optimizer 0 steps there" in difference_of_stepping(record_of(stepping=1), 0).text
+    assert not difference_of_stepping(record_of(stepping=1), None)
+    assert not difference_of_stepping(record_of(stepping=None), 0)

@@ -403,7 +403,7 @@ def _names_after_a_batch(kind: str) -> list[str]:
     loader = DataLoader(Numbers(), 3)
     next(iter(loader) if kind == "torch's" else torch_dataloader._SingleProcessDataLoaderIter(loader))
     loaders.note_boundary()
-    return loaders.not_proved()
+    return [*map(str, loaders.not_proved())]
 
 
 @pytest.mark.parametrize(("kind", "count"), [("torch's", 0), ("made by hand", 1)])

@@ -45,12 +45,12 @@ def test_a_descriptor_that_the_script_has_turned_to_another_file_is_noticed(tmp_
 
 def turned(path: str) -> list[str]:
     output.note_lines()
-    found = [output.why_not_noted()]
+    found = [output.why_not_noted().text]
     kept = os.dup(1)
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
-    found.append(output.why_not_noted())
+    found.append(output.why_not_noted().text)
     os.dup2(kept, 1)
-    return [*found, output.why_not_noted()]
+    return [*found, output.why_not_noted().text]
 
 
 def answer_of(thing: Any, asked: str) -> Any:

@@ -80,8 +80,8 @@ def _reported(rank: int, source: str) -> tuple[list[list[str]], int]:
     send = session.channel.send
 
     def listen(message: Any, *args: Any) -> None:
-        if isinstance(message, from_rank.NotRecorded):
-            sent.append([*message.sentences])
+        if isinstance(message, from_rank.NotProved) and message.is_unrecorded:
+            sent.append([*map(str, message.reasons)])
         send(message, *args)
 
     session.channel.send = listen  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from ttprun.protocol import from_rank
 def unprotected() -> str:
     session = current()
     assert session is not None
-    return session.unprotected
+    return session.unprotected.text
 
 
 def reduce_on_a_device(rank: int) -> Any:

@@ -79,7 +79,7 @@ def test_a_message_without_its_fields_or_with_others_is_refused(kind: type) -> N
         (b'{"op": "RankRebuilt", "generation": "1"}', "RankRebuilt: Expected `int`, got `str` - at `$.generation`"),
         (b'{"op": "RankRebuilt", "generation": true}', "RankRebuilt: Expected `int`, got `bool` - at `$.generation`"),
         (b'{"op": "Note", "text": null}', "Note: Expected `str`, got `null` - at `$.text`"),
-        (b'{"op": "NotProved", "names": ["a", 1]}', "NotProved: Expected `str`, got `int` - at `$.names[1]`"),
+        (b'{"op": "NotProved", "reasons": [1]}', "NotProved: Expected `object`, got `int` - at `$.reasons[0]`"),
         (
             b'{"op": "Put", "generation": 1, "key": "port", "value": "a"}',
             "Put: Invalid base64 encoded string - at `$.value`",

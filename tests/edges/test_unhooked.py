@@ -62,12 +62,12 @@ def child(tmp_path: Path, library: str, request: pytest.FixtureRequest) -> Itera
     ],
 )
 def test_the_option_by_which_python_skips_our_hooks_is_named(words: list[str], option: str) -> None:
-    assert option in unhooked.why_skipped(words)
+    assert option in unhooked.why_skipped(words).text
     assert bool(unhooked.why_skipped(words)) is bool(option)
 
 
 def test_training_in_a_child_of_a_rank_is_found_and_named(child: subprocess.Popen[str], library: str) -> None:
-    why = unhooked.why_in_child(child.pid)
+    why = unhooked.why_in_child(child.pid).text
 
     assert "are not hooked" in why
     assert not unhooked.has_torch(child.pid)
@@ -81,7 +81,7 @@ def test_training_in_a_child_of_a_rank_is_found_and_named(child: subprocess.Pope
 def test_a_child_that_has_only_imported_torch_does_not_train(child: subprocess.Popen[str]) -> None:
     """However long it takes: a launcher may ask a child which devices there are, on a busy machine."""
     assert any(map(unhooked.has_torch, unhooked.descendants(child.pid)))
-    assert unhooked.why_in_child(child.pid) == ""
+    assert not unhooked.why_in_child(child.pid)
 
 
 def test_a_process_that_has_computed_for_longer_than_an_import_trains(
@@ -105,5 +105,5 @@ def test_a_process_that_is_gone_trains_nowhere() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
 
-    assert (unhooked.why_in_child(process.pid), unhooked.words_of(process.pid)) == ("", [])
+    assert (unhooked.why_in_child(process.pid).text, unhooked.words_of(process.pid)) == ("", [])
     assert not unhooked.is_below(process.pid, os.getpid())

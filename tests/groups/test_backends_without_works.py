@@ -134,7 +134,7 @@ def train(rank: int, place: str, kind: type[Backend] = Abortable) -> Any:
         assert dist.all_reduce(direct, async_op=True).wait()
         seen.append([total.item(), part.tolist(), [one.item() for one in both], everywhere, direct.item(), returned])
     session = current()
-    return seen, model.weight.detach().flatten().tolist(), "" if session is None else session.unprotected
+    return seen, model.weight.detach().flatten().tolist(), "" if session is None else session.unprotected.text
 
 
 def test_a_script_with_a_backend_that_returns_none_trains_as_under_torchrun_and_is_given_none(tmp_path: Any) -> None:
@@ -184,4 +184,4 @@ def step_by_hand(rank: int, place: str, kind: type[Backend]) -> Any:
         dist.barrier()
         optimizer.step()
     session = current()
-    return weight.detach().tolist(), "" if session is None else session.unprotected
+    return weight.detach().tolist(), "" if session is None else session.unprotected.text

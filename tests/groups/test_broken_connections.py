@@ -152,7 +152,7 @@ def hang_everywhere(rank: int) -> dict[str, Any]:
         result = call(rank)
         after = ours(rank)
         dist.all_reduce(after)
-        found[name] = [*plain([result, taken, before, after]), session.unprotected]
+        found[name] = [*plain([result, taken, before, after]), session.unprotected.text]
     return found
 
 

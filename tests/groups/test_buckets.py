@@ -442,7 +442,7 @@ def lose_a_result(rank: int) -> None:
 
 def hear_of_a_mismatch(agent: FakeAgent) -> None:
     mismatch = agent.wait_for(0, rank_events.MismatchFound)
-    assert "was overwritten while it was sent to the other ranks" in mismatch.reason
+    assert "was overwritten while it was sent to the other ranks" in mismatch.reason.text
     raise InterruptedError
 
 

@@ -55,7 +55,7 @@ def is_first_life() -> bool:
 def protection() -> str:
     session = current()
     assert session is not None
-    return session.unprotected
+    return session.unprotected.text
 
 
 def hold_at(moment: str) -> None:

@@ -156,4 +156,4 @@ def test_whatever_a_devices_module_lacks_its_backend_is_left_to_torch(
 
     why_not = script_calls._why_not({"npu": "hccl"})
 
-    assert why_not == f"torch.npu has no {name}, without which nothing on such a device is repaired"
+    assert why_not.text == f"torch.npu has no {name}, without which nothing on such a device is repaired"

@@ -17,6 +17,7 @@ from tests.rank.worlds import run_world
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
 from ttprun.introspect.current_rank import current
+from ttprun.protocol.reason import Reason
 
 
 def misuse(rank: int) -> list[Any]:
@@ -123,7 +124,7 @@ def evaluate_for_ever(rank: int) -> dict[str, Any]:
     del parts
     return {
         "held": held,
-        "unprotected": session.unprotected,
+        "unprotected": session.unprotected.text,
         "alive after a step": sum(ref() is not None for ref in gone),
     }
 
@@ -181,7 +182,7 @@ def test_a_script_that_takes_no_step_does_not_fill_the_memory_with_its_results()
 def hold_without_protection(rank: int) -> dict[str, Any]:
     session = current()
     assert session is not None
-    session.give_up_protection("the test says so")
+    session.give_up_protection(Reason(text="the test says so"))
     return what_is_held(rank)
 
 

@@ -84,7 +84,7 @@ def _session(**known: Any) -> Rank:
 def _steps_seen(take: Callable[[Rank], None]) -> tuple[int, str]:
     session = _session()
     take(session)
-    return session.applied, session.unprotected
+    return session.applied, session.unprotected.text
 
 
 def _one_call(session: Rank) -> None:

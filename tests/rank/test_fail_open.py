@@ -79,7 +79,7 @@ def broken(rank: int, port: int, what: str) -> tuple[Any, str]:
         setattr(owner, name, breaking)
     session = current()
     assert session is not None
-    return trains(rank, port), session.unprotected
+    return trains(rank, port), session.unprotected.text
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def test_a_replacement_gets_all_that_was_sent_to_the_lost_rank_and_sends_nothing
 def lose_and_hear_of_a_mismatch(agent: FakeAgent) -> None:
     lose_after_messages(agent)
     mismatch = agent.wait_for(1, rank_events.MismatchFound)
-    assert "sends something else to rank 0 than what this has received from the lost rank" in mismatch.reason
+    assert "sends something else to rank 0 than what this has received from the lost rank" in mismatch.reason.text
     raise InterruptedError
 
 

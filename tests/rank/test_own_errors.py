@@ -36,7 +36,7 @@ def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:
     session = make_session()
     become(session)
     loaders.random_state.capture = capture  # type: ignore[assignment]
-    return [int(batch) for batch in DataLoader(torch.arange(4), 1)], session.unprotected  # type: ignore[arg-type]
+    return [int(batch) for batch in DataLoader(torch.arange(4), 1)], session.unprotected.text  # type: ignore[arg-type]
 
 
 def test_a_loader_that_cannot_be_recorded_is_iterated_without_protection() -> None:
@@ -65,7 +65,7 @@ def _step_without_memory() -> tuple[int, str]:
     optimizer.param_groups[0]["params"][0].sum().backward()
     step_hooks._running, step_hooks._boundary = optimizer, 1
     step_hooks.after_step(optimizer, (), {})
-    return session.applied, session.unprotected
+    return session.applied, session.unprotected.text
 
 
 def test_weights_that_cannot_be_noted_cost_the_protection_and_not_the_step() -> None:
@@ -84,8 +84,8 @@ def _step_on_failed_memory() -> tuple[str, str]:
     try:
         step_hooks.after_step(optimizer, (), {})
     except RuntimeError as error:
-        return str(error), session.unprotected
-    return "", session.unprotected
+        return str(error), session.unprotected.text
+    return "", session.unprotected.text
 
 
 def test_an_error_of_the_device_that_our_own_operation_meets_is_the_scripts_and_is_repaired() -> None:
@@ -104,5 +104,5 @@ def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypa
 
     (mismatch,) = session.channel.sent  # type: ignore[attr-defined]
     assert isinstance(mismatch, rank_events.MismatchFound)
-    assert mismatch.reason == "the variables of the lost rank cannot be restored: KeyError(1)"
+    assert mismatch.reason.text == "the variables of the lost rank cannot be restored: KeyError(1)"
     session.channel.close()

@@ -382,7 +382,12 @@ def break_one(name: str, moment: Any) -> tuple[int, bool, bool, str]:
     original = Original(Thing())
     args, kwargs = ALL_CALLS[name]
     returned = replacement_for(BY_NAME[name], original)(*args, **kwargs)
-    return len(original.calls), original.calls[0] == (args, kwargs), returned is original.result, session.unprotected
+    return (
+        len(original.calls),
+        original.calls[0] == (args, kwargs),
+        returned is original.result,
+        session.unprotected.text,
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -407,5 +412,5 @@ def raise_in_original(name: str) -> tuple[int, bool, str]:
     try:
         replacement_for(BY_NAME[name], original)(*args, **kwargs)
     except ValueError as raised:
-        return len(calls), raised is error, session.unprotected
-    return len(calls), False, session.unprotected
+        return len(calls), raised is error, session.unprotected.text
+    return len(calls), False, session.unprotected.text

@@ -12,6 +12,7 @@ import pytest
 from tests.rank.fakes import make_session
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
+from ttprun.protocol.reason import Reason
 
 ALLREDUCE = OPERATION_NAMES.index("allreduce")
 
@@ -65,8 +66,8 @@ def test_protection_that_cannot_be_given_up_on_a_deep_stack_is_given_up_further_
     monkeypatch.setattr(session.channel, "send", send)
 
     with pytest.raises(RecursionError):
-        session.give_up_protection("it is too deep")
-    session.give_up_protection("it was too deep")
+        session.give_up_protection(Reason(text="it is too deep"))
+    session.give_up_protection(Reason(text="it was too deep"))
 
-    assert session.unprotected == "it was too deep"
-    assert [message.reason for message in sent[1:]] == ["it was too deep"]
+    assert session.unprotected.text == "it was too deep"
+    assert [message.reason.text for message in sent[1:]] == ["it was too deep"]

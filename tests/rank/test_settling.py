@@ -11,6 +11,7 @@ from tests.rank.fakes import FakeChannel, make_session
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
+from ttprun.protocol.reason import Reason
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.step.commit_barrier import commit
 
@@ -43,7 +44,7 @@ def frozen_at(session: Rank, order: to_rank.Freeze) -> int:
     assert not freezing.is_alive()
     assert isinstance(session.channel, FakeChannel)
     (frozen,) = (sent for sent in session.channel.sent if isinstance(sent, from_rank.RankFrozen))
-    session.unprotected = "the test is over"
+    session.unprotected = Reason(text="the test is over")
     main.join(LIMIT_S)
     assert not main.is_alive()
     return frozen.boundary

@@ -113,7 +113,7 @@ def interrupted(rank: int, port: int, where: str, ranks: tuple[int, ...]) -> tup
     found, late = trains(rank, port, begin)
     session = current()
     assert session is not None
-    return found, late, session.unprotected
+    return found, late, session.unprotected.text
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def learn(optimizer: Any, *, zeroes: bool = False) -> str:
         optimizer.zero_grad()
     gradients.look_at_watched()
     torch.stack([one.square().sum() for one in optimizer.param_groups[0]["params"]]).sum().backward()
-    why_not = gradients.look_after_backward()
+    why_not = gradients.look_after_backward().text
     gradients.were_carried(optimizer)
     optimizer.step()
     gradients.watch(optimizer)

@@ -241,10 +241,13 @@ def test_ways_of_sharding_that_are_not_stored_are_refused_with_the_reason() -> N
         ]
         pieces = strided(whole[::2], square, [_StridedShard(0, split_factor=4), Replicate()])
 
-        assert sharded.why_not_stored(good) == ""
-        assert "not one box each" in sharded.why_not_stored([*good, pieces])
-        assert "do not match their mesh" in sharded.why_not_stored(
-            [DTensor.from_local(whole[:3], mesh, [Shard(0)], run_check=False, shape=(8, 8), stride=(8, 1))]
+        assert not sharded.why_not_stored(good)
+        assert "not one box each" in sharded.why_not_stored([*good, pieces]).text
+        assert (
+            "do not match their mesh"
+            in sharded.why_not_stored(
+                [DTensor.from_local(whole[:3], mesh, [Shard(0)], run_check=False, shape=(8, 8), stride=(8, 1))]
+            ).text
         )
 
 

@@ -331,7 +331,7 @@ def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the
 
     assert board.get(0, Field.SNAPSHOT_AT) == 0
     (report,) = channel.sent
-    why_not = "it takes 0 MiB of shared memory, and only 0 MiB more is free"
+    why_not = "it takes 0 MiB of shared memory, and only 0 MiB more is free (ttprun explain memory-full)"
     assert report == SnapshotTaken(1, 40, why_not)
 
 

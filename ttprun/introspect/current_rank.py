@@ -286,8 +286,7 @@ class Rank:
         first = self.rank - self.local_rank if self.ranks_here else 0
         self.rows_here = range(first, first + (self.ranks_here or self.board.n_ranks))
         self.recorded = self.board.column(Field.RECORDED)[first : self.rows_here.stop]
-        self._reported_not_proved: list[Reason] = []
-        self._reported_unrecorded: list[Reason] = []
+        self._not_proved: list[list[Reason]] = [[], []]  # as they were reported; then those that cannot be restored
 
     def __getitem__(self, kind: type[_T]) -> _T:
         """The part of this class. Raises KeyError."""
@@ -454,17 +453,14 @@ class Rank:
         """This run of the script has ended with an exception."""
         self.is_over = True
 
-    def report_not_proved(self, names: list[Reason]) -> None:
-        """Report what may change and is in no record: after the first step, and when the list changes."""
-        if names is not self._reported_not_proved and names != self._reported_not_proved:
-            self.channel.send(from_rank.NotProved(tuple(names)))
-        self._reported_not_proved = names
+    def report_not_proved(self, reasons: list[Reason], is_unrecorded: bool = False) -> None:
+        """Report what may change and is in no record, after the first step and when the list changes.
 
-    def report_unrecorded(self, sentences: list[Reason]) -> None:
-        """Report what the rehearsal has found that cannot be restored, if that has changed."""
-        if sentences != self._reported_unrecorded:
-            self._reported_unrecorded = sentences
-            self.channel.send(from_rank.NotRecorded(tuple(sentences)))
+        is_unrecorded   the rehearsal has found that it cannot be restored
+        """
+        before, self._not_proved[is_unrecorded] = self._not_proved[is_unrecorded], reasons
+        if reasons is not before and reasons != before:
+            self.channel.send(from_rank.NotProved(tuple(reasons), is_unrecorded))
 
     def note_hindrance(self, boundary: int, reason: Reason) -> None:
         """Report why no replay would reach this boundary (none: one would), if that has changed.

@@ -127,19 +127,12 @@ class Note(Message, frozen=True):
 class NotProved(Message, frozen=True):
     """What may change in the script, and is in no record; replaces the previous report.
 
-    names   e.g. "cache (sqlite3.Connection): it is in a file"
+    reasons         e.g. "cache (sqlite3.Connection): it is in a file"
+    is_unrecorded   found by the rehearsal of the records: it cannot be restored
     """
 
-    names: tuple[Reason, ...]
-
-
-class NotRecorded(Message, frozen=True):
-    """What the rehearsal of the records has found that cannot be restored; replaces the previous report.
-
-    sentences   e.g. "main: lines cannot be recorded: it is ...; run over it by a `for` loop of your own"
-    """
-
-    sentences: tuple[Reason, ...]
+    reasons: tuple[Reason, ...]
+    is_unrecorded: bool = False
 
 
 class ScriptError(Message, frozen=True):
@@ -406,7 +399,7 @@ class FaultFailed(Message, frozen=True):
 
 OfAlignment = Unaligned | Aligned
 Report = (
-    Present | RankProtected | RankUnprotected | RankHindered | Note | NotProved | NotRecorded | ScriptError
+    Present | RankProtected | RankUnprotected | RankHindered | Note | NotProved | ScriptError
     | RankFaulted | RankTrainsAlone | RankJoined | OwnStateKept | StateMirrored | MirrorCopied | CollectiveStep
     | Put | RowChanged
     | Broken | RankFrozen | RankReplayed | StateSent | RankRepaired | RankRebuilt | RankReissued | MismatchFound

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
-
+from ttprun.protocol.codec import Message
 from ttprun.protocol.reasons import KINDS
 
 
-class Reason(Struct, frozen=True):
+class Reason(Message, frozen=True):
     """Why something is not done, or not proved; `Reason()`, which is false: there is no reason against it.
 
     kind   of the table in reasons.py; "": it has no row

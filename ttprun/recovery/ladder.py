@@ -289,7 +289,10 @@ def fail_job(
 
 def stopped_by(job: Job, why: Reason) -> Reason:
     """Who ends the job; and what was being repaired when that came."""
-    return why if job.incident is None else job.incident.reason.within(f"{why}; before that: {job.incident.reason}")
+    if job.incident is None:
+        return why
+    before = job.incident.reason
+    return Reason(before.kind, f"{why}; before that: {before}", why.text)
 
 
 def end_job(job: Job, at_s: float) -> Result:

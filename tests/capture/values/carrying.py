@@ -46,7 +46,7 @@ def carry(lost: Scope, here: Scope, stepped: set[int] | None = None) -> list[str
     restore = Restore(blobs, is_comparing=True)
     with values.room_to_walk():
         restore.module(here, recorded, "")
-    return restore.doubts
+    return [*map(str, restore.doubts)]
 
 
 def not_proved(lost: Scope) -> list[str]:
@@ -54,7 +54,7 @@ def not_proved(lost: Scope) -> list[str]:
     snapshot = Snapshot(_NOTHING)
     with values.room_to_walk():
         nodes = snapshot.variables(lost)
-    return values.names_not_proved(snapshot, {"": nodes})
+    return [*map(str, values.names_not_proved(snapshot, {"": nodes}))]
 
 
 def is_refused(lost: Scope, here: Scope) -> bool:

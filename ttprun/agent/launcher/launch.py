@@ -377,8 +377,6 @@ def _run(
             return 0, "", False  # the signal has come too late to end anything: a restart would train it all again
         ended = supervisor.node.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
-        if supervisor is not None and ended is None and supervisor.why_not_saved:
-            reason = f"{reason}; {supervisor.why_not_saved}"
         return exit_code_of(error.sigval), reason, True
     except KeyboardInterrupt:
         return exit_code_of(signal.SIGINT), "ended by SIGINT", True

@@ -214,7 +214,9 @@ class Coordinator:
         if kind == "restart":  # why a job ends is said at its very end, by the launcher
             logger.warning("all ranks start again: %s%s", reason, reason.pointer)
         self.node.log("group_given_up", kind=kind, reason=reason)
-        self.node.conclude(Verdict(kind, reason.text, has_progress, reason_kind=reason.kind))
+        self.node.conclude(
+            Verdict(kind, reason.text, has_progress, reason_kind=reason.kind, first=reason.first or reason.text)
+        )
 
     def _record(self, action: recovery.RecordIncident) -> None:
         """Let all who follow it know how an incident stands."""

@@ -84,7 +84,6 @@ _ROWS: dict[type[Message], Handling] = {
     # What is not proved.
     from_rank.Compared: Handling("_on_compared", "incident notes"),
     from_rank.NotProved: Handling("_on_not_proved", "incident notes"),
-    from_rank.NotRecorded: Handling("_on_not_recorded", "incident notes"),
     from_rank.Note: Handling("_on_note", "incident notes"),
     # Injected faults.
     from_rank.FaultStruck: Handling("injections.struck", "fault injection"),
@@ -182,12 +181,9 @@ class Reports:
         self.incidents.note_compared(slot.rank, message.equal, message.not_proved)
 
     def _on_not_proved(self, slot: Row, message: from_rank.NotProved) -> None:
-        self.node.log("not_proved", rank=slot.rank, names=[*map(str, message.names)])
-        self.incidents.not_proved.take(slot.rank, message.names)
-
-    def _on_not_recorded(self, slot: Row, message: from_rank.NotRecorded) -> None:
-        self.node.log("not_recorded", rank=slot.rank, sentences=[*map(str, message.sentences)])
-        self.incidents.not_proved.take(slot.rank, message.sentences, is_unrecorded=True)
+        event, key = ("not_recorded", "sentences") if message.is_unrecorded else ("not_proved", "names")
+        self.node.log(event, rank=slot.rank, **{key: [*map(str, message.reasons)]})
+        self.incidents.not_proved.take(slot.rank, message.reasons, message.is_unrecorded)
 
     def _on_note(self, slot: Row, message: from_rank.Note) -> None:
         self.node.log("note", rank=slot.rank, text=message.text)

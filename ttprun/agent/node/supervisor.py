@@ -46,7 +46,6 @@ _LOOK_FOR_STANDBY_S = 0.1
 _START_LIMIT_S = 60.0
 RENEWED_EVERY_S = 60.0
 _T = TypeVar("_T")
-NOT_SAVED = "no checkpoint was written"
 _LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
 
 
@@ -56,7 +55,6 @@ class Supervisor:
     node            what its parts share
     run             what lasts as long as the run
     had_finished    all scripts had come to their ends when a signal was to end the job
-    why_not_saved   the scheduler's grace time was over before the job's state was saved; "" if not
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class Supervisor:
         self._group: Group | None = None
         self._is_stopping = False
         self._renewed_at_s = -math.inf
-        self.why_not_saved = ""
+        self._why_not_saved = ""
         self._checkpoints_before_end = 0
         self.had_finished = False
         self._reserve = FileReserve()
@@ -280,9 +278,8 @@ class Supervisor:
         # Every phase of saving has its deadline, and a second Ctrl-C ends the ranks.
         while not self.node.is_settled.wait(max(0.0, min(_LOOK_AGAIN_S, left_s()))) and self._thread.is_alive():
             if left_s() <= 0:
-                self.why_not_saved = (
-                    f"{NOT_SAVED}: the grace time of {self.node.config.grace_s:g} s (--grace-s) is over"
-                )
+                limit = f"the grace time of {self.node.config.grace_s:g} s (--grace-s)"
+                self._why_not_saved = f"no checkpoint was written: {limit} is over"
                 self.node.log("grace_time_over")
                 return
 
@@ -367,16 +364,16 @@ class Supervisor:
         return reason
 
     def _with_what_was_saved(self, reason: str) -> str:
-        """The reason, but for a checkpoint of the end that it says was not written when it was.
+        """The reason, with a checkpoint of the end that it does not name yet, or why there is none.
 
         Ranks may be lost, or time may be over, between the end of the checkpoint and the end of the job.
         """
-        newest = self.run.checkpoint_writer.status
+        newest, verdict = self.run.checkpoint_writer.status, self.node.verdict
         is_saved = newest is not None and newest.number > self._checkpoints_before_end and not newest.reason
-        why, given_up, _ = reason.partition(f"; {NOT_SAVED}")
-        if newest is None or not is_saved or not given_up or not self.node.ended_by:
-            return reason
-        return f"{why}; its state was saved: {newest.path}"
+        if newest is not None and is_saved and self.node.ended_by and newest.path not in reason:
+            return f"{verdict.first if verdict is not None else reason}; its state was saved: {newest.path}"
+        is_over = verdict is None and reason and self._why_not_saved
+        return f"{reason}; {self._why_not_saved}" if is_over else reason
 
     # The loop.
 

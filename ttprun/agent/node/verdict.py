@@ -49,6 +49,7 @@ class Verdict:
     has_progress  False: the same fault came back, the scheduler should not requeue
     regroup       the order to take part in the next group, with "resize"
     reason_kind   of the reason, see protocol/reasons.py; "": none
+    first         the reason alone, without what became of the job's state
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Verdict:
     has_progress: bool = True
     regroup: Regroup | None = None
     reason_kind: str = ""
+    first: str = ""
 
 
 _OF_A_PEER = re.compile(r"connection (was lost|closed|reset|refused)|timed out|broken pipe", re.IGNORECASE)

@@ -254,7 +254,7 @@ def _rehearse(session: Rank, boundary: int) -> None:
     rehearsal = session.parts[Rehearsal]
     read = rehearsal.go_on(lambda: not session.trains_alone and min(session.recorded) < boundary)
     if read:
-        session.report_unrecorded(rehearsal.unrecorded)
+        session.report_not_proved(rehearsal.unrecorded, is_unrecorded=True)
         if rehearsal.refused and not session.hindrance:
             session.note_hindrance(boundary, in_short(rehearsal.refused))
         session.row[Field.REHEARSED] = read
