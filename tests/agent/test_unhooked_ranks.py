@@ -50,7 +50,7 @@ class FakeNode:
 
     def report(self, said: Said) -> None:
         assert said.pid == self.slots[0].pid
-        self.reported.append(said.message.reason)
+        self.reported.append(said.message.reason.text)
 
     def log(self, event: str, **fields: object) -> None:
         self.logged.append(event)

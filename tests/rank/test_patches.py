@@ -337,7 +337,7 @@ def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> 
     found = run_under_shim([str(script)], tmp_path)
 
     assert (found.code, found.printed) == (0, "torch.Size([1])\n")
-    reasons = [message.reason for message in found.messages if isinstance(message, from_rank.RankUnprotected)]
+    reasons = [message.reason.text for message in found.messages if isinstance(message, from_rank.RankUnprotected)]
     assert len(reasons) == 1
     assert "ttprun.nothing" in reasons[0]
 
