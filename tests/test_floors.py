@@ -164,6 +164,20 @@ def test_the_parts_of_the_agent_know_only_those_that_they_are_built_on() -> None
     assert {own for own in needs if "ttprun.agent.node.group" in needs[own]} == {"ttprun.agent.node.supervisor"}
 
 
+# What a node still imports of what is decided, but for `group`, which puts both together: none may be added.
+_NODE_TO_LEAD = {"control_socket", "node", "own_states", "process_watch", "supervisor"}
+
+
+def test_no_further_module_of_a_node_imports_what_is_decided() -> None:
+    needs = needs_of("agent")
+    own = "ttprun.agent.node."
+    arrows = {
+        name.removeprefix(own) for name in needs if name.startswith(own) and any(".lead." in n for n in needs[name])
+    }
+
+    assert arrows - {"group"} == _NODE_TO_LEAD
+
+
 def test_the_recovery_imports_nothing_that_can_act() -> None:
     roots = {name.split(".")[0] for path in (PACKAGE / "recovery").glob("*.py") for name in imported(path)}
 

@@ -29,8 +29,6 @@ from ttprun.state.files import FileEntry, Fill
 from ttprun.state.store import Draft
 from ttprun.tensors.shares import file_of
 
-NO_RECORD = "there is no record of that step"
-
 
 @dataclass
 class _Writing:
@@ -152,7 +150,7 @@ class Checkpoints:
         writing.elsewhere.discard(message.rank)
         if not message.why_not:
             writing.draft.record(rank_file(message.rank), FileEntry(bytes=message.bytes, xxh3=message.xxh3))
-        elif message.why_not == NO_RECORD:
+        elif message.why_not == rank_records.NO_RECORD:
             writing.missing.add(message.rank)
         else:
             self._writing = None

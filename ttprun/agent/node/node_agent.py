@@ -19,7 +19,6 @@ from typing import Any
 
 from msgspec import structs
 
-from ttprun.agent.lead.checkpoints import NO_RECORD
 from ttprun.agent.node import life_signs, rank_records, stack_dumps
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, refuse_stored, report_mismatch
@@ -351,7 +350,7 @@ class NodeAgent:
         try:
             entry = write_file(Path(order.path), [rank_records.own_part(node, order.rank, order.boundary)])
         except KeyError:
-            why_not = NO_RECORD
+            why_not = rank_records.NO_RECORD
         except OSError as error:
             why_not = f"{order.path} cannot be written on {node.peers.name_of(node.peers.node)}: {error}"
         node.report(node_reports.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))

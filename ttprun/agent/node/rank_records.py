@@ -20,6 +20,8 @@ from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.reason import Reason
 
+NO_RECORD = "there is no record of that step"
+
 
 def give_copy(node: Node, rank: int) -> str:
     """What this node keeps of a rank of the node before it; "" if that is nothing."""
