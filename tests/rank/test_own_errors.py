@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tests.capture.records import record_of
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
-from ttprun.capture.data import loaders
+from ttprun.capture.data import loader_parts
 from ttprun.capture.records.boundary_record import Record
 from ttprun.groups.results import Answers
 from ttprun.introspect import ownership
@@ -35,7 +35,7 @@ def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:
     patch_table.apply_all(with_replay=False)
     session = make_session()
     become(session)
-    loaders.random_state.capture = capture  # type: ignore[assignment]
+    loader_parts.random_state.capture = capture  # type: ignore[assignment]
     return [int(batch) for batch in DataLoader(torch.arange(4), 1)], session.unprotected.text  # type: ignore[arg-type]
 
 

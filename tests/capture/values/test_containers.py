@@ -77,7 +77,8 @@ def test_a_long_list_of_another_length_is_a_mismatch_if_a_step_has_made_it(monke
     assert carry({"losses": [0.0] * LONG}, {"losses": [0.0] * 5}) == ["losses is a long container of another length"]
 
 
-def test_a_long_list_of_the_set_up_comes_back_with_its_length() -> None:
+def test_a_long_list_of_the_set_up_comes_back_with_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clock, "records", 1)
     here = {"losses": [0.0] * 5}
 
     assert carry({"losses": [0.0] * LONG}, here) == []
@@ -120,7 +121,8 @@ def test_with_a_seed_of_the_users_a_set_of_texts_gives_them_in_the_order_of_the_
     assert orders == {"refused", "reached"}
 
 
-def test_a_long_list_that_has_grown_is_known_from_what_it_was() -> None:
+def test_a_long_list_that_has_grown_is_known_from_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clock, "records", 2)
     names = [str(number) for number in range(LONG)]
     carry({"names": names}, {"names": names[:]})
     values.begin_boundary()

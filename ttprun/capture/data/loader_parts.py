@@ -27,8 +27,10 @@ from ttprun.capture.records.packing import SETTLED, unpack_as
 from ttprun.capture.values import Snapshot, fingerprint, pack
 from ttprun.capture.values.large import SMALL_BYTES, digest_of
 from ttprun.capture.values.objects import is_of_user, restore_attributes
+from ttprun.introspect import random_state
 from ttprun.introspect.current_rank import BATCH
 from ttprun.introspect.safe_reads import attributes_of, is_a, values_of
+from ttprun.introspect.tensor_bytes import unseen
 
 # Types of the attributes that are recorded: small values that change between epochs.
 _HELD: tuple[Any, ...] = (
@@ -129,6 +131,33 @@ def _parts(loader: DataLoader[Any]) -> list[Any]:
 def _is_looked_at(part: Any) -> bool:
     kind = type(part)
     return is_of_user(kind) or (is_a(part, Sampler) and not kind.__module__.startswith("torch."))
+
+
+@unseen
+def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What an iterator's order depends on, as it is now."""
+    return {
+        "rng": random_state.capture(),
+        "epochs": [attributes_of(sampler).get("epoch") for sampler in samplers(loader)],
+        "generators": [generator.get_state().numpy().tobytes() for generator in generators(loader)],
+        "held": held_by(loader),
+    }
+
+
+def put_back(loader: DataLoader[Any], state: dict[str, Any]) -> None:
+    """Have it depend on the same again."""
+    for sampler, epoch in zip(samplers(loader), state["epochs"], strict=False):
+        if epoch is not None and "epoch" in attributes_of(sampler):
+            sampler.epoch = epoch
+    hold_again(loader, state["held"])
+    set_random_states(loader, state)
+
+
+def set_random_states(loader: DataLoader[Any], recorded: dict[str, Any]) -> None:
+    """Have its generators, and the process's own, draw as they did then."""
+    for generator, state in zip(generators(loader), recorded["generators"], strict=False):
+        generator.set_state(random_state.tensor_from_bytes(state))
+    random_state.restore(recorded["rng"])
 
 
 _MOST_PARTS = 8  # of a batch have fingerprints

@@ -34,11 +34,8 @@ from ttprun.capture.data.rest_of_epoch import fetched_ahead
 from ttprun.capture.host import current
 from ttprun.capture.position import placeholders
 from ttprun.capture.values import process_objects
-from ttprun.introspect import random_state
 from ttprun.introspect.costs import DATA
 from ttprun.introspect.frames import location_key
-from ttprun.introspect.safe_reads import attributes_of
-from ttprun.introspect.tensor_bytes import unseen
 from ttprun.protocol.reason import Reason
 
 _iterators: list[weakref.ref[Any]] = []  # a WeakSet's emptiness check takes ten times as long
@@ -100,7 +97,7 @@ def wrap_iter(original: Any) -> Any:
         began |= {"from": iterator._num_yielded, "seed": iterator._base_seed}
         _register(iterator, began, self)
         if _asks_late(iterator):
-            iterator._ttprun_unbegun = (self, _state_of(self))
+            iterator._ttprun_unbegun = (self, loader_parts.state_of(self))
         return iterator
 
     return make
@@ -143,7 +140,7 @@ def _number_on_from(number: int) -> None:
 
 def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
     return {
-        **_state_of(loader),
+        **loader_parts.state_of(loader),
         "first": None,
         "name": name,
         "lead": 0,
@@ -163,34 +160,14 @@ def _note_made(name: list[Any]) -> str:
     return place
 
 
-@unseen
-def _state_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What an iterator's order depends on, as it is now."""
-    return {
-        "rng": random_state.capture(),
-        "epochs": [attributes_of(sampler).get("epoch") for sampler in loader_parts.samplers(loader)],
-        "generators": [generator.get_state().numpy().tobytes() for generator in loader_parts.generators(loader)],
-        "held": loader_parts.held_by(loader),
-    }
-
-
 def _asks_late(iterator: Any) -> bool:
     """Whether it has no workers, and asks its sampler with the first batch."""
     return not iterator._num_workers
 
 
-def _put_back(loader: DataLoader[Any], state: dict[str, Any]) -> None:
-    """Have it depend on the same again."""
-    for sampler, epoch in zip(loader_parts.samplers(loader), state["epochs"], strict=False):
-        if epoch is not None and "epoch" in attributes_of(sampler):
-            sampler.epoch = epoch
-    loader_parts.hold_again(loader, state["held"])
-    _set_random_states(loader, state)
-
-
 def _note_first(iterator: Any, loader: DataLoader[Any], made_with: dict[str, Any]) -> None:
     """An iterator is about to ask its sampler: is anything else than it was when it was made?"""
-    now = _state_of(loader)
+    now = loader_parts.state_of(loader)
     if now != made_with:
         iterator._ttprun["first"] = now
 
@@ -210,7 +187,7 @@ def _register(iterator: Any, began: dict[str, Any], loader: Any) -> None:
 def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -> Any:
     global _has_stepped
     recorded = {"from": 0, "seed": None, "resumed": b""} | recorded  # one of an older record has none of these
-    _put_back(loader, recorded)
+    loader_parts.put_back(loader, recorded)
     skip = max(0, recorded["yielded"] - recorded["from"] - max(1, recorded["lead"]))
     is_read = loader_parts.resume_again(loader, recorded["resumed"])
     is_read = is_read or loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
@@ -221,15 +198,15 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     _number_on_from(own_workers[0])
     if own_workers[1]:
         # The lost rank's persistent iterator was restarted here; unlike making one, that draws no seed for workers.
-        Skipping.before_first = functools.partial(_set_random_states, loader, recorded)
+        Skipping.before_first = functools.partial(loader_parts.set_random_states, loader, recorded)
     iterator = _make(original, loader, workers.Making(tuple(own_workers), Skipping.batches, is_again=True))
     # Without workers no index has been requested yet, and another iterator may be made first.
     iterator._ttprun_skip, Skipping.batches = Skipping.batches, 0
     iterator._ttprun_stream, Skipping.stream = Skipping.stream, None
     Skipping.before_first, Skipping.seed = None, None
     if _asks_late(iterator):
-        first = recorded.get("first") or _state_of(loader)
-        iterator._ttprun_before_first = functools.partial(_put_back, loader, first)
+        first = recorded.get("first") or loader_parts.state_of(loader)
+        iterator._ttprun_before_first = functools.partial(loader_parts.put_back, loader, first)
     _earlier[tuple(recorded["name"])] = recorded.get("earlier", [])
     _has_stepped = True
     if recorded["each"]:
@@ -245,12 +222,6 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
         iterator._num_yielded = skip
     iterator._ttprun_passed_over = skip
     return iterator
-
-
-def _set_random_states(loader: DataLoader[Any], recorded: dict[str, Any]) -> None:
-    for generator, state in zip(loader_parts.generators(loader), recorded["generators"], strict=False):
-        generator.set_state(random_state.tensor_from_bytes(state))
-    random_state.restore(recorded["rng"])
 
 
 class Skipping:
