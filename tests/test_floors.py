@@ -129,9 +129,8 @@ def test_no_modules_of_the_agent_or_of_a_rank_import_each_other_in_a_circle() ->
     TopologicalSorter(needs_of("agent", *_FOLDERS)).prepare()  # raises CycleError
 
 
-def test_the_session_of_a_rank_imports_none_of_the_folders_that_it_serves() -> None:
-    assert needs_of("rank")["ttprun.introspect.current_rank"] == {"ttprun.introspect.current_rank"}
-    assert needs_of("rank")["ttprun.introspect.current_rank"] == set()
+def test_what_a_rank_knows_of_itself_imports_none_of_the_folders_that_it_serves() -> None:
+    assert needs_of(*_FOLDERS)["ttprun.introspect.current_rank"] == {"ttprun.introspect.costs"}
 
 
 # What a rank's session is called where it is written, and the file of its class.
@@ -203,12 +202,11 @@ MOST_DOORS = 40
 WIDE = {
     ("agent", "protocol"): 179,
     ("agent", "recovery"): 83,
-    ("rank", "protocol"): 101,
-    ("capture", "introspect"): 96,
+    ("rank", "protocol"): 99,
+    ("capture", "introspect"): 92,
+    ("rank", "introspect"): 62,  # nine of them are what it knows of itself, which was its own before
     ("rank", "tensors"): 57,
-    ("rank", "introspect"): 53,
-    ("rank", "groups"): 47,
-    ("rank", "capture"): 41,
+    ("rank", "groups"): 44,
 }
 
 

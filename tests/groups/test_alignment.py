@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
+from ttprun.groups.collectives import unpack_given
 from ttprun.groups.operations import Entry
-from ttprun.groups.reissue import unpack_given
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank

@@ -17,8 +17,9 @@ from mindio_ttp.framework_ttp import (
     tft_register_zit_upgrade_rollback_handler,
 )
 
+from ttprun.groups.collectives import OPERATION_NUMBERS
 from ttprun.groups.connection import Exchange
-from ttprun.groups.process_group import OPERATION_NUMBERS, ManagedGroup
+from ttprun.groups.process_group import ManagedGroup
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.board import Field
 from ttprun.rank.framework.framework import Framework

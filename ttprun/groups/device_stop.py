@@ -22,7 +22,8 @@ from ttprun.device.device_errors import DeviceErrors, DeviceFault, in_one_line
 from ttprun.device.interface import DeviceFailedError
 from ttprun.groups.connection import Link
 from ttprun.groups.journal import Journal
-from ttprun.introspect.current_rank import WAITS, Rank
+from ttprun.introspect.current_rank import Rank
+from ttprun.introspect.frames import WAITS
 from ttprun.protocol import from_rank
 
 EXIT_CODE = 1

@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 from ttprun.device.interface import DeviceFailedError
 from ttprun.groups import device_stop
+from ttprun.groups.collectives import issue_again as issue_entry_again
 from ttprun.groups.journal import Journal, has_ended
 from ttprun.groups.links import cut_all
 from ttprun.groups.operations import SAME_FOR_ALL
 from ttprun.groups.process_group import ManagedGroup, living
-from ttprun.groups.reissue import issue_again as issue_entry_again
 from ttprun.introspect import fault_points
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.from_rank import CARRIED, GroupJournal

@@ -20,7 +20,7 @@ import torch
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
 from ttprun.groups.operations import NOTHING, OF_ALL_MEMBERS, Entry, Input
 from ttprun.introspect import fail_open
-from ttprun.introspect.current_rank import waits_for_recovery
+from ttprun.introspect.frames import waits_for_recovery
 from ttprun.introspect.tensor_bytes import size_of
 from ttprun.protocol.patience import Patience
 
@@ -81,7 +81,7 @@ class Journal:
     stays in the journal for the recovery to issue.
 
     report_broken  called with a failed entry, and the seconds since then, if no fault has been reported
-    admit          called by a waiting thread; its exception ends the wait
+    admit          called by a waiting thread; its exception ends the wait; None: nothing is
     is_agent_awake  whether the agent could order a recovery now
     diagnose       what an operation's error says about the device or the connection
     sources         (group, number of a collective since the boundary) -> rank that has its result, and broadcasts it
@@ -113,7 +113,7 @@ class Journal:
         self._issued = 0
         self.is_frozen = False
         self.is_ended = False
-        self.admit: Callable[[], None] = lambda: None
+        self.admit: Callable[[], None] | None = None
         self.is_agent_awake = is_agent_awake
         self._report_broken = report_broken
         self._diagnose = diagnose
@@ -321,7 +321,8 @@ class Journal:
         """
         failed: Any = None
         while not entry.is_done:
-            self.admit()
+            if self.admit is not None:
+                self.admit()
             if entry.save is not None:
                 entry.save.raise_if_given_up()
             inner = entry.inner
@@ -364,7 +365,8 @@ class Journal:
         patience = Patience(PATIENCE_S, self.is_agent_awake)
         is_reported = False
         while entry.inner is None or entry.inner is failed:
-            self.admit()
+            if self.admit is not None:
+                self.admit()
             if entry.save is not None:
                 entry.save.raise_if_given_up()
             if self.is_ended:

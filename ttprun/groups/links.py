@@ -195,7 +195,8 @@ class Links:
             while not journal.is_frozen and self.member.generation == generation:
                 if journal.is_ended:
                     raise EndedError
-                journal.admit()
+                if journal.admit is not None:
+                    journal.admit()
                 journal.changed.wait(_LOOK_AGAIN_S)
 
     def issue(self, op: str, args: tuple[Any, ...]) -> Any:

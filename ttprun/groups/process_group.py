@@ -24,38 +24,31 @@ from torch._C._distributed_c10d import Work
 
 from ttprun.device import accelerator
 from ttprun.groups import thread_collectives, torch_calls
+from ttprun.groups.collectives import ON_HOST, STAGES, Call, call_or_take, unpack_given
 from ttprun.groups.connection import Exchange, GroupMember
 from ttprun.groups.inputs import Buckets, Gathers
-from ttprun.groups.journal import SMALL_RESULT_BYTES, EndedError, Journal
+from ttprun.groups.journal import EndedError, Journal
 from ttprun.groups.links import TRANSPORTS, Links
 from ttprun.groups.operations import (
     EXCHANGING,
-    GATHERING,
     OPERATIONS,
     POINT_TO_POINT,
-    REDUCING,
     Entry,
-    Input,
     tensors_in,
-    with_options,
 )
-from ttprun.groups.reissue import call_or_take, unpack_given
-from ttprun.groups.results import Results, place_of
+from ttprun.groups.results import Results
 from ttprun.groups.torch_calls import SeenByTorch
 from ttprun.groups.work import ManagedWork, Refused
-from ttprun.introspect import distributed_tensors, fail_open, fault_points, signal_handlers
+from ttprun.introspect import fail_open, signal_handlers
 from ttprun.introspect.costs import COLLECTIVES
-from ttprun.introspect.current_rank import INPUT, Rank, waits_for_recovery
-from ttprun.introspect.frames import location_key
+from ttprun.introspect.current_rank import Rank
+from ttprun.introspect.frames import waits_for_recovery
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import OPERATION_NAMES, Phase
 from ttprun.protocol.reason import Reason
 
 signal_handlers.Now.is_in_engine = lambda: torch._C._current_graph_task_id() != -1
-OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # including those that the script has destroyed
 GLOO_ALONE: Mapping[str, str] = {"cpu": "gloo"}
-_LARGE = SMALL_RESULT_BYTES + 1
 
 
 class ManagedGroup(SeenByTorch):
@@ -73,6 +66,7 @@ class ManagedGroup(SeenByTorch):
     links          its connections
     buckets        inputs that need no copy, of DistributedDataParallel
     gathers        the same, of FSDP2
+    threads        whose its operations are
     """
 
     def __init__(
@@ -103,7 +97,7 @@ class ManagedGroup(SeenByTorch):
         self.gathers = Gathers()
         self._batch_on: Any = None  # the link on which operations are being started together
         self._description, self._exchanges = "", False
-        self._own = thread_collectives.Own()
+        self.threads = thread_collectives.ThreadsOfGroup()
         self.messages: set[tuple[int, int]] = set()
         self._rank, self._size = rank, size
         is_given = device is not None
@@ -209,86 +203,23 @@ class ManagedGroup(SeenByTorch):
         return link.end_batch(device)
 
     def issue(self, op: str, args: tuple[Any, ...]) -> Any:
-        """Write a collective to the journal and issue it; every collective comes here."""
+        """Write a collective to the journal and issue it; every collective comes here. What is done: STAGES."""
         if self._batch_on is not None:
             return self.links.issue_plainly(op, args)
         session = self.session
-        costs, journal = session.costs, session.parts[Journal]
+        costs = session.costs
         since = costs.now() if costs.is_on else 0
-        inputs_at, outputs_at = OPERATIONS[op]
         if op in EXCHANGING:
             self._exchanges |= signal_handlers.Now.is_in_engine()
+        outputs_at = OPERATIONS[op][1]
         outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
-        caller, is_lent = None, False
-        if outputs and not (outputs[0].is_cpu or self._is_repaired(outputs[0].device.type)):
-            return self._issue_unprotected(op, args, outputs[0].device)
-        if outputs and not outputs[0].is_cpu and accelerator.is_capturing():
-            session.give_up_protection(
-                Reason("device-graph", f"the script captures {op} in a graph of the device, which cannot be repeated")
-            )
-        given = () if inputs_at is None else args[inputs_at]
-        entry = Entry(self, op, args, outputs)
-        is_apart = not self._own.is_of_main and self._own.look(entry)
-        is_skipped = fault_points.listener is not None and not is_apart and fault_points.reached_collective(op, given)
-        if not (is_skipped or is_apart):
-            session.meet(OPERATION_NUMBERS[op], self._size)
-        if session.unprotected and not is_skipped and session.mode.is_live and self._is_late(args):
-            return self._issue_plainly(op, args)
-        if session.framework is not None:
-            return session.framework.issue(entry, is_skipped)
-        is_kept = session.is_repairable()
-        if op in GATHERING and outputs[0].is_cpu:
-            caller, is_lent = distributed_tensors.fsdp_caller()
-            entry.is_passing = caller is not None
-        is_on_host = not outputs or outputs[0].is_cpu
-        if is_kept and not entry.is_passing and (is_on_host or not is_apart) and _are_small(outputs):
-            entry.place = place_of(op, outputs, location_key())
-            if is_apart:
-                entry.place = "" if entry.save else f"{entry.place} in a thread of step {entry.begun}"
-            if outputs and not outputs[0].is_cpu:
-                entry.stream = accelerator.current_stream()
-        if is_skipped or session.mode.is_alone or is_apart:
-            is_answered = thread_collectives.is_answered(session, entry) if is_apart else session.mode.answer(entry)
-            entry.is_done = is_answered
-        if entry.is_done:
-            return ManagedWork(journal, entry)
-        if session.is_applying and not is_apart:
-            session.note_collective_step()
-        if session.expected is not None:
-            session.expected.check(entry)
-        if inputs_at is None or (op == "broadcast" and self._input_is_ignored(args)):
-            inputs = []
-        else:
-            inputs = outputs if inputs_at == outputs_at else tensors_in(given)
-        unusual = []
-        for tensor in outputs if inputs is outputs else (*outputs, *inputs):
-            if tensor.layout is not torch.strided:
-                unusual.append(tensor)
-        if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
-            session.give_up_protection(
-                Reason(
-                    "messages-not-repaired",
-                    f"the script's {op} takes sparse tensors: only all_reduce of these is repaired",
-                )
-            )
-        if inputs and not (unusual or is_apart):
-            name = f"{self._name} {with_options(op, args)}"
-            is_weights = entry.is_passing and op not in REDUCING
-            session.observers.note(INPUT, name, inputs, op, is_one_of_many=True, is_weights=is_weights)
-            if is_lent and is_kept and op in REDUCING:
-                entry.input = Input([tensor.detach() for tensor in inputs], is_borrowed=True)
-            elif is_lent and is_kept and caller is not None:
-                self.gathers.hold(entry, inputs[0], distributed_tensors.gathered_by(caller))
-        if is_apart and entry.place and not unusual:
-            session.parts[Results].note_issued(entry, inputs)
-        is_kept = self.enter(entry, inputs)
-        if is_kept and session.options.nan_limit_s is not None:
-            self.buckets.look_for_nan(entry)
-        if fault_points.listener is not None and not is_apart:
-            fault_points.reached("collective")
+        call = Call(session, self, entry := Entry(self, op, args, outputs))
+        for _, act, _ in ON_HOST if not outputs or outputs[0].is_cpu else STAGES:
+            if act(call):
+                return call.result
         if since:
             costs.add(COLLECTIVES, since)
-        return ManagedWork(journal, entry)
+        return ManagedWork(session.parts[Journal], entry)
 
     @waits_for_recovery
     def enter(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
@@ -340,12 +271,12 @@ class ManagedGroup(SeenByTorch):
         self.buckets.end_step()
         self.gathers.end_step()
 
-    def _is_repaired(self, device_type: str) -> bool:
+    def is_repaired(self, device_type: str) -> bool:
         """Whether operations on tensors of this device are repaired."""
         name = self.backends.get(device_type)
         return self.session.framework is not None or (name is not None and device_type in TRANSPORTS[name].device_types)
 
-    def _issue_unprotected(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
+    def issue_unprotected(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
         """Leave tensors on a device to gloo alone: its works and futures know the device's streams, ours do not."""
         self.session.give_up_protection(
             Reason(
@@ -358,14 +289,9 @@ class ManagedGroup(SeenByTorch):
         work: Work = self.call(op, args)
         return work
 
-    def _is_late(self, args: tuple[Any, ...]) -> bool:
+    def is_late(self, args: tuple[Any, ...]) -> bool:
+        """Whether the backend that carries these arguments is waited for on a device."""
         return bool(self.links.all) and self.links.that_carries(args).is_late
-
-    def _issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
-        """Unprotected: on a device all is as under torch, whose works know streams and graphs better than ours."""
-        work = self.links.issue_plainly(op, args)
-        self.session.touch(Phase.COMPUTING)
-        return work
 
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
@@ -391,7 +317,7 @@ class ManagedGroup(SeenByTorch):
             if since:
                 costs.leave_out(COLLECTIVES, since)
 
-    def _input_is_ignored(self, args: tuple[Any, ...]) -> bool:
+    def is_receiver(self, args: tuple[Any, ...]) -> bool:
         """Whether this rank only receives: a broadcast reads the root's tensors alone."""
         return len(args) > 1 and args[1].rootRank != self._rank
 
@@ -430,14 +356,6 @@ class ManagedGroup(SeenByTorch):
             if entry.promise is not None:
                 entry.settle(entry.outputs)
             entry.release()
-
-
-def _are_small(outputs: list[torch.Tensor]) -> bool:
-    """Whether the outputs of a collective are dense, and few enough bytes together for its result to be kept."""
-    size_bytes = 0
-    for output in outputs:
-        size_bytes += output.nbytes if output.layout is torch.strided else _LARGE
-    return size_bytes < _LARGE
 
 
 def groups_of(session: Rank) -> list[ManagedGroup]:

@@ -116,7 +116,7 @@ def forget() -> None:
     _open.clear()
 
 
-class Own:
+class ThreadsOfGroup:
     """Whose the operations of one group are.
 
     is_of_main   the main thread uses the group: nothing in it is another thread's own

@@ -129,7 +129,7 @@ def operation(op: str) -> Callable[..., Any]:
     @gate_from_c
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = positional(op, args, kwargs)
-        gives_work = self.links.gives_work(given)
+        gives_work = not self.links.is_late or self.links.gives_work(given)
         work: Any = fail_open.run(op, self.issue, self.links.issue_plainly, (op, given), {})
         # C++ code takes a None that a Python group returns for a work.
         if not gives_work and work is not None and is_called_by_python(sys._getframe(2), op):

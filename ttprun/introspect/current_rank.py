@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ttprun.device.device_errors import DeviceErrors, Diagnosis, UpdateTimes
@@ -32,17 +31,9 @@ if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
 
 _T = TypeVar("_T")
-_F = TypeVar("_F", bound=Callable[..., Any])
 CONNECT = OPERATION_NAMES.index("connect")
 BATCH, LOSS, INPUT = range(3)  # kinds of what `Observers.note` is given
 _MOST_HINDRANCES = 20
-WAITS: set[CodeType] = set()
-
-
-def waits_for_recovery(function: _F) -> _F:
-    """A decorator: a thread of the script in this function waits for a recovery, and goes on when that lets it."""
-    WAITS.add(function.__code__)
-    return function
 
 
 class Mode:
@@ -94,10 +85,7 @@ class Mode:
         return returned
 
     def begin_step(self, optimizer: Any) -> bool:
-        """The optimizer's state becomes what the lost rank's step began with.
-
-        returns   whether this process is live from here on, and takes the step with the other ranks
-        """
+        """The optimizer's state becomes the lost rank's before its step; returns whether this process is live now."""
         return False
 
     def after_step(self) -> None:
@@ -129,24 +117,13 @@ def _nobody(*_: Any, **__: Any) -> Any:
 class Observers:
     """What the libraries tell those that use them, and ask of the training. Each may raise what ends a replacement.
 
-    note        (kind, name, values, what, is_one_of_many, is_weights): the script is about to use these values, and a
-                replacement compares them with the lost rank's; returns whether they are equal to rounding alone
-                    kind            BATCH, LOSS or INPUT
-                    name            of the loader, of group and operation, or of the message; the same in all processes
-                                    of this rank
-                    values          of which the dense tensors are noted
-                    what            which one it is, for a person
-                    is_one_of_many  a step may have hundreds: not all need be compared
-                    is_weights      they are weights, on which all else of the step depends: fewer need be compared
+    note        the script is about to use these values, and a replacement compares them with the lost rank's: see
+                `note` in rank/proof.py; returns whether they are equal to rounding alone
     report      what was found equal (a noun with its number each), and what is not proved (a sentence each)
     refuse      why the script must not go on: it gets something else than the lost rank did
     sends_otherwise  (tensor, difference): a replacement sends something else than the lost rank has sent (a sentence)
-    made        (what, cure, is_kept, frame): the script makes something, perhaps inside its loop, which a replay would
-                not make
-                    what      with its verb: "an optimizer was made"
-                    cure      what the user can do
-                    is_kept   called later: whether it still exists
-                    frame     that makes it, of the calling thread
+    made        (what, cure, is_kept, frame): the script makes something (a sentence), perhaps inside its loop, which a
+                replay would not make; what the user can do; whether it still exists; the frame that makes it
     cut         the connections of all groups are cut: what the training waits for over its own ends, too
     leaves      the script destroys its process group
     keep_result  (session, sequence, number, output): a reduced shard has arrived, in memory that is not the script's
@@ -210,15 +187,10 @@ class Parts(dict[type[Any], Any]):
 
 @dataclass(kw_only=True)
 class Rank:
-    """Whoever changes what a rank knows of itself calls a method.
-
-    Never changed:
+    """What this process knows of itself as a rank; whoever changes that calls a method.
 
     ranks_here    ranks of this node; 0: all
     address       of this node for connections of the ranks; "": all ranks are on one node
-
-    Changed:
-
     parts         objects by their class
     generation    number of the communicator set; changed by the recovery thread alone
     applied       completed optimizer steps (the newest boundary of this rank)
@@ -375,7 +347,9 @@ class Rank:
         row[Field.OPERATION] = operation
         if size == self.world_size - len(self.away):
             row[Field.MEETINGS] += 1
-        self.touch(Phase.COLLECTIVE if operation != CONNECT else Phase.CONNECTING)
+        phase = Phase.COLLECTIVE if operation != CONNECT else Phase.CONNECTING  # as `touch`, without a call
+        row[Field.PHASE] = phase if self.mode.is_live else Phase.REPLAYING
+        row[Field.SEEN_NS] = time.monotonic_ns()
 
     def diagnose(self, error: BaseException) -> Diagnosis:
         """What an exception says about the device, or about a connection."""

@@ -10,8 +10,9 @@ import dis
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -222,3 +223,13 @@ def is_reached(frame: FrameType | None) -> bool:
         instruction.offset > frame.f_lasti and instruction.opname.startswith("JUMP_BACKWARD")
         for instruction in dis.get_instructions(frame.f_code)
     )
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+WAITS: set[CodeType] = set()
+
+
+def waits_for_recovery(function: _F) -> _F:
+    """A decorator: a thread of the script in this function waits for a recovery, and goes on when that lets it."""
+    WAITS.add(function.__code__)
+    return function

@@ -8,7 +8,7 @@ compared: an incident claims no more than that.
 Where arithmetic is not reproducible, losses and inputs may differ by rounding, and are named as equal to rounding.
 `Proof._may_round` says where. On a CPU with one thread that has to be shown: the rank is replaced once more, and if the
 second replacement comes to other bits than the first, which began with the same state, its kernels are to blame and not
-its state. Whose results count then: groups/reissue.py, and `Alignment`.
+its state. Whose results count then: groups/collectives.py, and `Alignment`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,6 @@ from ttprun.tensors import gradients, optimizer_registry
 if TYPE_CHECKING:
     from ttprun.groups.operations import Entry
     from ttprun.protocol.channel import Channel
-
-# The collectives that a replacement must issue: those in the survivors' journals since the boundary.
-#
-# Each of its own is compared before it is issued. A difference (another branch, shape or order) means that the
-# replacement does not repeat the lost rank: nothing is communicated, and the next rung is tried.
 
 _KILL_LIMIT_S = 60.0
 
@@ -129,13 +124,10 @@ def report_mismatch(
 # After a repair in which something was equal to rounding alone: the gradients of the next step become one rank's.
 #
 # Survivors may have used the result of a collective that the others get anew, with the replacement's input in it.
-# Whoever still has such a result gives it (groups/reissue.py); where it is lost, the sums of those that had it and of
-# those that had not differ by rounding. No rank steps before all have recorded the boundary, so before it records,
+# Whoever still has such a result gives it (groups/collectives.py); where it is lost, the sums of those that had it and
+# of those that had not differ by rounding. No rank steps before all have recorded the boundary, so before it records,
 # the replacement asks the agent to have the gradients passed on: from a survivor to itself, and to survivors that had
 # not got as far. The weights are equal then, and so is all that the step makes of them.
-#
-# The agent's orders are carried out by the recovery's thread: replay/recovery_orders.py. Begin with
-# `Alignment.arrive`.
 
 _LOOK_AGAIN_S = 0.05
 _LIMIT_S = 600.0  # longer than all that the agent waits for, which ends in another recovery
@@ -393,24 +385,6 @@ def report(session: Rank, equal: list[str], not_proved: list[str]) -> None:
         session.channel.send(from_rank.Compared(equal, not_proved))
 
 
-def refuse(session: Rank, why: Reason) -> None:
-    """As Observers.refuse."""
-    report_mismatch(session.channel, session.generation, why)
-
-
-def note_sent_otherwise(session: Rank, tensor: torch.Tensor, difference: str) -> None:
-    """A replacement sends something else than the lost rank has sent: refuse it, unless that may be a measurement.
-
-    tensor       that it sends
-    difference   a sentence
-    """
-    if is_measured([tensor]):
-        report(session, [], [f"{difference}; it is small and not a gradient: perhaps a measured time"])
-        return
-    cause = "its steps depend on something that is neither recorded nor made again by its setup"
-    refuse(session, Reason("not-replayable", f"the script cannot be replayed: {difference}, so {cause}"))
-
-
 def is_decisive(session: Rank, step: int) -> bool:
     """Whether the lost rank has left a loss or an input of a collective of a step, which depend on all its state."""
     return any(kind in (LOSS, INPUT) for kind, _, _ in session[Recorder].evidence.left(step))
@@ -427,8 +401,9 @@ def note(
 ) -> bool:
     """Note what this rank is about to use in the current step; a replacement compares it.
 
-    values    of which the dense tensors are noted
-    what      which one it is, for a person
+    kind, name   BATCH, LOSS or INPUT; of the loader, group or message, the same in all processes of this rank
+    values       of which the dense tensors are noted
+    what         which one it is, for a person
     is_one_of_many  a step may have hundreds of these: of most of them only some are noted, see `Evidence.is_drawn`
     is_weights      the fewer, as all else depends on them
     returns   whether it is equal to rounding alone

@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from ttprun.introspect.current_rank import Rank, waits_for_recovery
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.frames import waits_for_recovery
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.protocol.reason import Reason
 from ttprun.tensors.gradients import of_optimizer

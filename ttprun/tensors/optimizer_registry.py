@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -297,11 +297,6 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
 def newest() -> Stepped:
     """What the optimizers updated at the newest boundary; what they update now if there was none."""
     return _stepped or stepped(optimizers())
-
-
-def newest_weights() -> Sequence[torch.Tensor]:
-    """The parameters of all optimizers, at the newest boundary."""
-    return newest().weights
 
 
 def are_sharded() -> bool:

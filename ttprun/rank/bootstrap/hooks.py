@@ -5,8 +5,10 @@ A process runs its script once, unless a transient error or a device error ends 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ttprun.capture import installing
@@ -24,6 +26,7 @@ from ttprun.introspect import fail_open, fault_points
 from ttprun.introspect.current_rank import Observers, Rank, begin, leave_in_children
 from ttprun.protocol import from_rank, patience, to_rank
 from ttprun.protocol.board import Board, Phase
+from ttprun.protocol.reason import Reason
 from ttprun.rank import heartbeat, proof
 from ttprun.rank.bootstrap import patch_table, reset
 from ttprun.rank.bootstrap.presence import Presence
@@ -170,19 +173,41 @@ def make_session(presence: Presence) -> Rank:
     return session
 
 
+def _refuse(session: Rank, why: Reason) -> None:
+    proof.report_mismatch(session.channel, session.generation, why)
+
+
+def _note_sent_otherwise(session: Rank, tensor: torch.Tensor, difference: str) -> None:
+    """A replacement sends something else than the lost rank has sent: refuse it, unless that may be a measurement.
+
+    tensor       that it sends
+    difference   a sentence
+    """
+    if proof.is_measured([tensor]):
+        proof.report(session, [], [f"{difference}; it is small and not a gradient: perhaps a measured time"])
+        return
+    cause = "its steps depend on something that is neither recorded nor made again by its setup"
+    why = Reason("not-replayable", f"the script cannot be replayed: {difference}, so {cause}")
+    _refuse(session, why)
+
+
+def _newest_weights() -> Sequence[torch.Tensor]:
+    return optimizer_registry.newest().weights
+
+
 def observers_of(session: Rank) -> Observers:
     """Each question and report of the libraries goes to the part that can answer it."""
     commit = session.get(InterNodeCommit)
     observers = Observers(
         note=partial(proof.note, session),
         report=partial(proof.report, session),
-        refuse=partial(proof.refuse, session),
-        sends_otherwise=partial(proof.note_sent_otherwise, session),
+        refuse=partial(_refuse, session),
+        sends_otherwise=partial(_note_sent_otherwise, session),
         made=made_inside.note,
         leaves=session[Verifier].stop_if_divergent,
         keep_result=session[Mirror].keep_result,
         give_result=session[Mirror].give_result,
-        weights=optimizer_registry.newest_weights,
+        weights=_newest_weights,
         device_in_use=optimizer_registry.device_in_use,
         wrapped_models=optimizer_registry.wrapped_models,
     )

@@ -41,7 +41,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed.algorithms.join",
         "Join.__enter__",
-        "rank.step.step_hooks:wrap_join",
+        "rank.step.special_steps:wrap_join",
         "to know that ranks will take different numbers of steps: none is replaced from then on",
     ),
     Patch(

@@ -22,6 +22,7 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import fail_open, fault_points, signal_handlers
 from ttprun.introspect.current_rank import Rank
+from ttprun.introspect.stages import Stage
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.patience import Patience
@@ -29,7 +30,6 @@ from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Dumped
 from ttprun.rank.proof import Alignment, Expected, Proof
 from ttprun.rank.replay.replay_run import ReplayRun
-from ttprun.rank.step.stages import Stage
 from ttprun.rank.verification import Verifier
 from ttprun.state.files import cannot_write
 from ttprun.tensors import mirror, mirror_slots, replicated, sharded, shares, state_transfer

@@ -1,4 +1,4 @@
-"""Steps that are not taken as they stand in the script: inside a closure's optimizer, or left out by a GradScaler."""
+"""Steps that are not taken as they stand in the script: with a closure, left out by a GradScaler, or in `join()`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import fail_open, signal_handlers
 from ttprun.introspect.current_rank import current
+from ttprun.protocol.reason import Reason
 
 # Closures: with one, forward pass, backward pass and collectives run inside `Optimizer.step`.
 #
@@ -139,3 +140,21 @@ def take_over(optimizer: torch.optim.Optimizer) -> None:
     state = getattr(_stepping[-1], "_per_optimizer_states", {}).get(id(optimizer), {})
     for flag in state.get("found_inf_per_device", {}).values():
         flag.copy_(found_inf.reshape(flag.shape))
+
+
+def wrap_join(original: Any) -> Any:
+    """Join.__enter__, called by DistributedDataParallel.join: a rank that runs out of data stops stepping."""
+
+    def enter(self: Any) -> Any:
+        session = current()
+        if session is not None and self._enable and session.world_size > 1:
+            session.give_up_protection(
+                Reason(
+                    "unequal-steps",
+                    "with join() the ranks take different numbers of steps: give each as many batches (a "
+                    "DistributedSampler, drop_last=True)",
+                )
+            )
+        return original(self)
+
+    return enter

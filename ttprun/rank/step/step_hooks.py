@@ -33,6 +33,7 @@ from ttprun.introspect import costs as costs_of
 from ttprun.introspect import fail_open, fault_points, signal_handlers
 from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.frames import variables_of
+from ttprun.introspect.stages import Stage
 from ttprun.introspect.tensor_bytes import unseen
 from ttprun.protocol import from_rank, standby_messages
 from ttprun.protocol.board import Field, Phase
@@ -41,7 +42,6 @@ from ttprun.rank.proof import Alignment, report_mismatch
 from ttprun.rank.step import special_steps
 from ttprun.rank.step.commit_barrier import commit, wait_for_all
 from ttprun.rank.step.record import look_without_group, write_record
-from ttprun.rank.step.stages import Stage
 from ttprun.rank.verification import Verifier
 from ttprun.tensors import gradients, optimizer_registry, replicated
 from ttprun.tensors.holdings import Holdings
@@ -56,24 +56,6 @@ _closure: special_steps.ClosureWatch | None = None  # of the running step
 _AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(len).__code__  # torch's wrapper of `step`: it calls the hooks
 signal_handlers.Now.around_steps = _AROUND_STEPS
 _NOTES_LIMIT_S = 1.0
-
-
-def wrap_join(original: Any) -> Any:
-    """Join.__enter__, called by DistributedDataParallel.join: a rank that runs out of data stops stepping."""
-
-    def enter(self: Any) -> Any:
-        session = current()
-        if session is not None and self._enable and session.world_size > 1:
-            session.give_up_protection(
-                Reason(
-                    "unequal-steps",
-                    "with join() the ranks take different numbers of steps: give each as many batches (a "
-                    "DistributedSampler, drop_last=True)",
-                )
-            )
-        return original(self)
-
-    return enter
 
 
 def forget() -> None:
