@@ -109,7 +109,7 @@ def test_a_result_that_is_overwritten_while_it_is_sent_refuses_the_step(
         entry = SimpleNamespace(input=held, result=None, signature="allreduce")
         session.parts[Journal] = Part(sources={"of": 0}, entries=[entry], source_of=lambda _: session.rank)
         monkeypatch.setattr(step_hooks, "wait_for_all", lambda *_: setattr(held, "is_kept", False))
-        monkeypatch.setattr(step_hooks, "report_mismatch", lambda line, generation, why: refused.append(why))
+        monkeypatch.setattr(step_hooks, "report_mismatch", lambda line, generation, why: refused.append(str(why)))
         run(stages, "operations", "results", known=step_of(session))
         return refused
 
