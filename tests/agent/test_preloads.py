@@ -367,14 +367,14 @@ def test_a_rank_reports_its_packages_in_order_with_what_the_script_has_set_betwe
 import os, sys
 sys.path[:0] = [{str(package)!r}, {str(tmp_path)!r}]
 from ttprun.introspect import ownership
-from ttprun.capture.position import imported, ast_transform as rewrite
+from ttprun.capture.position import user_code
 ownership.add_user_directory({str(tmp_path)!r})
-rewrite.install()
+user_code.install()
 import early
 os.environ["MODE"] = "fast"
 import mine
 import late
-for name, file, changes in imported.modules():
+for name, file, changes in user_code.modules():
     if name in ("early", "late", "mine", "__main__"):
         print(name, os.path.basename(file), changes)
 """

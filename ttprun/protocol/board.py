@@ -56,7 +56,7 @@ class Field:
     AGENT_NS = 36  # leader: time.monotonic_ns() when the agent's supervisor last came by; the agent writes it
     ENDED = 37  # 1: the script has come to its end, exit handlers included, and its process stays for the others
     STEPPED = 39  # the newest boundary whose optimizer step has run to its end
-    REHEARSED = 38  # the newest boundary whose record was read back, see `ttprun.capture.rehearsal`; 0: none so far
+    REHEARSED = 38  # the newest boundary whose record was read back, see `ttprun.capture.recording`; 0: none so far
     MIRROR_COPY_0 = 40  # what this rank keeps of the mirror of a rank of the node before, in its first slot
     MIRROR_COPY_1 = 41  # and in the second one
     MIRROR_COPY_BYTES = 42  # memory that both take
