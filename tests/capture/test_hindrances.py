@@ -15,6 +15,7 @@ from ttprun.capture import values
 from ttprun.capture.records.boundary_record import BoundaryRecord, read_head
 from ttprun.capture.records.nodes import DictNode, ListNode, Number, ObjectNode, RefusedNode
 from ttprun.protocol import from_rank
+from ttprun.protocol.reason import Reason
 from ttprun.rank.step.record import hindrance_of, why_shards_unknown
 
 
@@ -25,11 +26,11 @@ def record(**variables: Any) -> BoundaryRecord:
 def look(record: BoundaryRecord, is_strict: bool = True) -> str:
     """As a boundary does."""
     found = [
-        sentence
-        for sentence, is_needed in values.refusals(read_head(values.pack(record)))
-        if sentence and (is_needed or is_strict)
+        reason
+        for reason, is_needed in values.refusals(read_head(values.pack(record)))
+        if reason and (is_needed or is_strict)
     ]
-    return hindrance_of(record, found)
+    return str(hindrance_of(record, found))
 
 
 class Holder:
@@ -60,7 +61,7 @@ def _look_at(case: str) -> str:
     if case == "like":
         return look(record(words=["!", "is like one"], pair=("!", "why"), table={"!": "x"}))
     fields = record(config={"holders": [1, 2]})
-    held = RefusedNode("is a coroutine, which does not show its position")
+    held = RefusedNode("is a coroutine, which does not show its position", "iterator-position")
     holder = ObjectNode(Number(3), "m:Holder", {"mark": "!", "held": held})
     holders = ListNode(Number(2), [7, holder])
     fields.variables[0]["config"] = DictNode(Number(1), ["holders"], [holders])
@@ -96,8 +97,8 @@ def test_optimizers_and_parameters_that_are_sharded_by_hand_of_torch_are_named()
 
     found = [why_shards_unknown(torch.optim.SGD([one], lr=0.1)) for one in (plain, flattened)]
 
-    assert found[0] == ""
-    assert "FSDP1" in found[1]
+    assert str(found[0]) == ""
+    assert "FSDP1" in str(found[1])
 
 
 def test_what_comes_and_goes_is_reported_a_few_times_only() -> None:
@@ -108,8 +109,8 @@ def _reports_of_what_comes_and_goes() -> tuple[int, str, str]:
     line = FakeChannel()
     session = make_session(channel=line)
     for boundary in range(100):
-        session.note_hindrance(boundary, "a queue" if boundary % 2 else "")
-    return len(line.sent), line.sent[-1].reason, session.hindrance
+        session.note_hindrance(boundary, Reason("iterator-position", "a queue") if boundary % 2 else Reason())
+    return len(line.sent), str(line.sent[-1].reason), str(session.hindrance)
 
 
 def test_a_rank_that_trains_without_a_group_says_so_at_its_first_step(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def _of_a_broken_record() -> str:
     session[Recorder].write(1, head[: len(head) // 2], [])
     rehearsal.note(session[Recorder], record, head, is_strict=False)
     rehearsal.go_on(lambda: True)
-    return "; ".join(rehearsal.refused)
+    return "; ".join(map(str, rehearsal.refused))
 
 
 def test_by_strict_proof_each_variable_that_cannot_be_restored_is_a_reason() -> None:

@@ -66,7 +66,7 @@ def _run(rank: int, source: str) -> list[str]:
     assert session is not None
     found: list[str] = []
     ownership.add_user_directory("/script")
-    scope: dict[str, Any] = {"__name__": "script", "note": lambda: found.append(session.hindrance)}
+    scope: dict[str, Any] = {"__name__": "script", "note": lambda: found.append(str(session.hindrance))}
     scope["__builtins__"] = vars(__import__("builtins")) | user_code.BUILTINS
     code = user_code.compile_followed(source.encode(), "/script/script.py")
     script = threading.Thread(target=exec, args=(code, scope))  # the frames of this file are not the script's

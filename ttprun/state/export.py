@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ttprun.errors import ConfigError, in_short, one_line, suggestion
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.chunks import OWNER
-from ttprun.state.files import sync, write_file
-from ttprun.state.resharding import CannotReshardError, Piece, assemble, pieces_in
+from ttprun.state.files import CannotReshardError, sync, write_file
+from ttprun.state.resharding import Piece, assemble, pieces_in
 from ttprun.state.tensor_file import tensor_chunks
 
 Format = Literal["torch", "safetensors", "dcp"]

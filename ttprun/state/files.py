@@ -34,6 +34,10 @@ class InvalidCheckpointError(Exception):
         self.reason = reason
 
 
+class CannotReshardError(Exception):
+    """The files of a checkpoint do not hold what is wanted; the message says what."""
+
+
 class CannotWriteError(ConfigError):
     """A checkpoint cannot be written; the older ones are kept. The caller decides whether training continues."""
 

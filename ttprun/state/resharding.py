@@ -31,11 +31,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ttprun.errors import one_line
+from ttprun.state.files import CannotReshardError
 from ttprun.state.tensor_file import SHARDING_KEY, torch_dtype
-
-
-class CannotReshardError(Exception):
-    """The files do not hold what is wanted; the message says what."""
 
 
 @dataclass(frozen=True)

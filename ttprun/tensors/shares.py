@@ -30,8 +30,7 @@ from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
 from ttprun.protocol.reason import Reason, pointer
 from ttprun.protocol.snapshot_messages import Share, SnapshotSize, SnapshotTaken
 from ttprun.state.chunks import OWNER
-from ttprun.state.files import write_file
-from ttprun.state.resharding import CannotReshardError
+from ttprun.state.files import CannotReshardError, write_file
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.memory import Memory, free_bytes
