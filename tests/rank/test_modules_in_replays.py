@@ -18,6 +18,7 @@ from ttprun.protocol import rank_events
 from ttprun.protocol.channel import Message
 from ttprun.rank.proof import MismatchError
 from ttprun.rank.replay.replay_run import ReplayRun
+from ttprun.rank.step.record import describe
 
 # The first epoch ended with a validation; the replacement comes straight to a later one.
 SCRIPT = """
@@ -55,7 +56,7 @@ def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tupl
     def train() -> None:
         frame = sys._getframe(1)
         if record is None:
-            fields, blobs, _ = record.describe(session, 1, frame)
+            fields, blobs, _ = describe(session, 1, frame)
             made.append((pack(fields), [bytes(blob.numpy()) for blob in blobs]))
         else:
             known = Record.of(record[0], b"".join(record[1]))

@@ -12,6 +12,7 @@ import torch
 from tests.rank.fakes import make_session
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.board import Field
+from ttprun.protocol.reason import Reason
 from ttprun.tensors import open_boundaries
 from ttprun.tensors.open_boundaries import come_to, why_none_is_closed
 
@@ -123,7 +124,7 @@ def test_an_agent_that_never_comes_holds_nobody_up_for_long(
 
 
 def test_optimizers_are_known_to_step_inside_backward_passes_alone_from_their_second_turn_on() -> None:
-    found: list[str] = []
+    found: list[Reason] = []
     weights = [torch.ones(3, requires_grad=True) for _ in range(2)]
     optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in weights}
     for one in weights:
@@ -132,10 +133,10 @@ def test_optimizers_are_known_to_step_inside_backward_passes_alone_from_their_se
     def iterate() -> list[bool]:
         found.clear()
         torch.stack(weights).sum().backward()  # type: ignore[no-untyped-call]
-        return ["inside the backward pass" in why for why in found]
+        return ["inside the backward pass" in why.text for why in found]
 
     assert [iterate(), iterate()] == [[False, False], [True, True]]
-    assert why_none_is_closed(optimizers[weights[0]]) == ""  # a step outside
+    assert not why_none_is_closed(optimizers[weights[0]])  # a step outside
     assert [iterate(), iterate()] == [[False, False], [True, True]]
     open_boundaries.forget()
     assert iterate() == [False, False]
