@@ -76,7 +76,7 @@ def count_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], C
         walk = snapshot.Snapshot(NOTHING, prices=[])
         values.pack(nodes := walk.variables(scope, "common objects"))
         named = values.names_not_proved(walk, {"": nodes})
-        return len(made), walk.prices or [], named
+        return len(made), walk.prices or [], [*map(str, named)]
 
     values.forget()
     return count
@@ -133,8 +133,8 @@ def test_what_is_too_dear_is_left_alone_by_name_and_nothing_else(
     count, _, named = count_nodes({"value": value, "losses": losses})
     assert before > 3000
     assert count <= MOST_NODES
-    assert [str(name).endswith(" ms a step to record; not recorded") for name in named] == [True]
-    assert left in str(named[0])
+    assert [name.endswith(" ms a step to record; not recorded") for name in named] == [True]
+    assert left in named[0]
 
 
 def test_what_is_trained_is_recorded_at_any_price(count_nodes: Any) -> None:
