@@ -49,7 +49,9 @@ def test_a_standby_becomes_the_rank_that_it_is_ordered_to_be(
 def test_a_copy_of_a_standby_has_the_users_modules_compiled_already(
     ready: Standby, become_rank: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
-    script = "from ttprun.capture.position import user_code as rewrite\nprint([*rewrite._prepared], [*rewrite.followed])\n"
+    script = (
+        "from ttprun.capture.position import user_code as rewrite\nprint([*rewrite._prepared], [*rewrite.followed])\n"
+    )
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "broken.py").write_text("for\n")
     files = [str(tmp_path / name) for name in ("script.py", "broken.py", "there_is_none.py")]

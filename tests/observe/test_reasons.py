@@ -124,6 +124,7 @@ def test_a_reason_in_a_longer_sentence_keeps_its_kind_and_what_was_said_first() 
 
     assert (longer.kind, longer.first) == (reason.kind, reason.text)
     assert reason.with_cure().text == f"{reason}; what helps: {reason.cure}"
+    assert reason.with_cure().with_cure() == reason.with_cure()  # said once
     assert reason.cure == KINDS["other-batch"].cure
 
 

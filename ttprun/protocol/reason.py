@@ -48,8 +48,9 @@ class Reason(Message, frozen=True):
         return pointer(self.kind)
 
     def with_cure(self) -> Reason:
-        """With what helps, for one line."""
-        return self.within(f"{self.text}; what helps: {self.cure}") if self.cure else self
+        """With what helps, for one line, said once."""
+        has_more = self.cure and self.cure not in self.text
+        return self.within(f"{self.text}; what helps: {self.cure}") if has_more else self
 
 
 _EXPLAIN = " (ttprun explain "

@@ -261,6 +261,12 @@ REASONS = (
         _NAMED,
     ),
     _not_proved(
+        "loop-of-a-library",
+        "A generator of a library, whose loop is met for the first time: its file is followed from the next run on.",
+        "start the job once more, or name the library under `follow` in the configuration",
+        _NAMED,
+    ),
+    _not_proved(
         "iterator-position",
         "A generator, an iterator or a coroutine does not show how far it has come.",
         "run over it by a `for` loop of your own, or count its items and take them by index",

@@ -163,9 +163,10 @@ def _is_expression(value: types.GeneratorType[Any, Any, Any]) -> bool:
     return value.gi_code.co_name == "<genexpr>"
 
 
-def _why_hidden(value: types.GeneratorType[Any, Any, Any]) -> str:
+def _hidden(value: types.GeneratorType[Any, Any, Any]) -> RefusedNode:
     follows = "" if _is_expression(value) else library_loops.what_follows_of(value.gi_frame)
-    return f"is the generator {value.__qualname__}, {follows or 'which does not show the positions of its loops'}"
+    why = f"is the generator {value.__qualname__}, {follows or 'which does not show the positions of its loops'}"
+    return RefusedNode(why, "loop-of-a-library" if follows else "iterator-position")
 
 
 def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, Any], depth: int) -> Any:
@@ -183,7 +184,7 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
             inner = iterables.inside_library(variables.get(_FIRST))
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *(inner or ())))
     elif _hides_position(value):
-        return RefusedNode(_why_hidden(value), "iterator-position")
+        return _hidden(value)
     for loop in active:
         loop.note_suspended()
     snapshot.generator_loops += [loop.record() for loop in active]
