@@ -49,8 +49,7 @@ class Reason(Message, frozen=True):
 
     def with_cure(self) -> Reason:
         """With what helps, for one line, said once."""
-        has_more = self.cure and self.cure not in self.text
-        return self.within(f"{self.text}; what helps: {self.cure}") if has_more else self
+        return self if self.cure in self.text else self.within(f"{self.text}; what helps: {self.cure}")
 
 
 _EXPLAIN = " (ttprun explain "

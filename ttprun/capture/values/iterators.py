@@ -165,8 +165,10 @@ def _is_expression(value: types.GeneratorType[Any, Any, Any]) -> bool:
 
 def _hidden(value: types.GeneratorType[Any, Any, Any]) -> RefusedNode:
     follows = "" if _is_expression(value) else library_loops.what_follows_of(value.gi_frame)
-    why = f"is the generator {value.__qualname__}, {follows or 'which does not show the positions of its loops'}"
-    return RefusedNode(why, "loop-of-a-library" if follows else "iterator-position")
+    return RefusedNode(
+        f"is the generator {value.__qualname__}, {follows or 'which does not show the positions of its loops'}",
+        "loop-of-a-library" if follows else "iterator-position",
+    )
 
 
 def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, Any], depth: int) -> Any:
