@@ -99,7 +99,7 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
 TEXTS = {"reason", "name", "digest", "place", "saved", "why_not", "why_unusable", "device_fault", "crashed_at"}
 OF_REASONS = (RankUnprotected, RankHindered, MismatchFound)
 NUMBERS = {"silent"}
-FILLED_IN = {"is_adapted", "trusted"}  # by the agent
+FILLED_IN = {"is_adapted", "is_late", "trusted"}  # by the agent
 RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
 RECORDED_NEVER = {"generation", "opened_at_s"}
 

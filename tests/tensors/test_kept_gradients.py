@@ -106,7 +106,7 @@ def test_a_script_that_begins_to_carry_gradients_later_is_told_in_that_step_and_
     after = [learn(made[0]) for _ in range(2)]
 
     assert before == [""] * 5
-    assert after == [gradients.CARRIED_NOW, ""]
+    assert after == [gradients.CARRIED_NOW.text, ""]
     assert is_kept(made[0])
 
 
