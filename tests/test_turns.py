@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import commits, turns
+from tests.e2e.harness import listed
 
 GREEN = {"green": {"commit": "abc"}, "seconds": 3.0}
 FAILED = {"green": {"commit": "abc"}, "failed": {"commit": "def"}}
@@ -52,13 +53,23 @@ def test_only_what_was_once_green_blocks_a_change(case: str, why: str) -> None:
 
 
 def test_what_is_written_down_names_tests_that_there_are_and_what_is_known_to_fail_has_a_reason() -> None:
-    folder = commits.REPOSITORY / "tests" / "e2e"
     there = {
         f"{path.name}::{function}"
-        for path in folder.glob("test_*.py")
+        for path in (commits.REPOSITORY / "tests").rglob("test_*.py")
         for function in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     not_green = turns.load_not_green()
 
-    assert {case.split("[")[0] for case in [*turns.load_results(), *not_green]} <= there
+    ordinary, smoke = listed("ordinary.txt"), listed("smoke.txt")
+
+    assert {case.split("[")[0] for case in [*turns.load_results(), *not_green, *ordinary]} <= there
+    assert smoke <= ordinary
     assert all(reason.strip() for reason in not_green.values())
+
+
+def test_whole_runs_are_in_one_group_where_tests_run_side_by_side(request: pytest.FixtureRequest) -> None:
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("tests run one after another")
+
+    runs = [item.nodeid for item in request.session.items if item.get_closest_marker("e2e")]
+    assert [name for name in runs if not name.endswith("@e2e")] == []

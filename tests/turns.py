@@ -1,7 +1,7 @@
 """The slow list in turns: each commit runs one part of it, so that any eight successive commits run all of it.
 
-    pytest -p tests.turns -m slow tests/e2e --turn auto --limit-s 720     the part of this commit, for 12 minutes
-    pytest -p tests.turns -m slow tests/e2e --record -n 3                 all of it, and write down what came of it
+    pytest -p tests.turns -m slow tests --turn auto --limit-s 720     the part of this commit, for 12 minutes
+    pytest -p tests.turns -m slow tests --record -n 3                 all of it, and write down what came of it
 
 What was seen is in tests/results/slow.json: of each case how long it took, when it was last green and with what. A case
 that was never seen green, and one that not_green.yaml names, is run, and its failure reported, but blocks no change:
@@ -89,7 +89,7 @@ def load_not_green() -> dict[str, str]:
 
 
 def case_of(item: pytest.Item) -> str:
-    """A test's name as slow.txt has it."""
+    """A test's name as ordinary.txt and slow.json have it."""
     return f"{item.path.name}::{item.name}"
 
 

@@ -14,11 +14,6 @@ from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_recovered_by
 RETRY = ("--retry-on", "^InjectedFaultError: injected")
 
 
-def slow(case: str) -> Any:
-    """A further case of what the first one shows."""
-    return pytest.param(case, marks=pytest.mark.slow, id=case)
-
-
 def needs(package: str, extra: str = "test-frameworks") -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         importlib.util.find_spec(package) is None, reason=f"{package} is not installed (the extra {extra})"

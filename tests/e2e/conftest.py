@@ -19,18 +19,18 @@ from tests.turns import ORDINARY, function_of  # noqa: E402
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, also where this file was named as an argument
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark everything in this folder; as slow what slow.txt lists, as smoke what smoke.txt does. A new test runs.
+    """Mark everything in this folder; as slow all that ordinary.txt does not list, as smoke what smoke.txt does.
 
     One at a time, also where tests run side by side: each whole run keeps several processors busy.
     """
     here = Path(__file__).parent
-    slow, smoke = harness.listed("slow.txt"), harness.listed("smoke.txt")
+    ordinary_runs, smoke = harness.listed("ordinary.txt"), harness.listed("smoke.txt")
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.xdist_group("e2e"))
             name = f"{item.path.name}::{item.name}"
-            if name in slow:
+            if name not in ordinary_runs:
                 item.add_marker(pytest.mark.slow)
             if name in smoke:
                 item.add_marker(pytest.mark.smoke)
@@ -51,8 +51,10 @@ def launchers() -> Iterator[ForkedLaunchers]:
 
 @pytest.fixture(autouse=True)
 def start_by_forks(request: pytest.FixtureRequest, launchers: ForkedLaunchers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launchers and ranks are forks, which takes a third of the time; in the smoke tests they are new Pythons."""
-    if not request.node.get_closest_marker("smoke"):
+    """Launchers and ranks are forks, which takes a third of the time; in `-m smoke` and test_replace.py new Pythons."""
+    is_smoke = request.node.get_closest_marker("smoke") is not None
+    is_new = is_smoke and (request.config.option.markexpr == "smoke" or request.path.name == "test_replace.py")
+    if not is_new:
         monkeypatch.setattr(harness, "forked", launchers)
 
 

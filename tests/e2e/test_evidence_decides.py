@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.cases import recovered_and_undisturbed, slow
+from tests.e2e.cases import recovered_and_undisturbed
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_same_outcome
 
 SCRIPT = "unrecordable.py"  # 16 steps
@@ -13,7 +13,7 @@ KILLS = "kill:rank=1,step=7,phase=backward kill:rank=0,step=11,phase=collective"
 
 @pytest.mark.parametrize(
     "case",
-    [f"--kind lazy: {KILLS}", slow(f"--kind traced: {KILLS}")],
+    [f"--kind lazy: {KILLS}", f"--kind traced: {KILLS}"],
 )
 def test_what_cannot_be_recorded_and_does_not_matter_is_no_reason_to_refuse_a_replacement(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str

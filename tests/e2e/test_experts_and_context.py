@@ -36,8 +36,8 @@ def groups_of(run: Run) -> dict[str, tuple[int, ...]]:
     ("script", "fault"),
     [
         (EXPERTS, "kill:rank=1,step=9,phase=backward"),
-        pytest.param(EXPERTS, "kill:rank=0,step=9,phase=validation", marks=pytest.mark.slow),
-        pytest.param(CONTEXT, "kill:rank=1,step=9,phase=in_step", marks=pytest.mark.slow),
+        (EXPERTS, "kill:rank=0,step=9,phase=validation"),
+        (CONTEXT, "kill:rank=1,step=9,phase=in_step"),
     ],
 )
 def test_of_two_ranks_that_exchange_tokens_one_is_replaced_and_nothing_differs(
@@ -60,7 +60,6 @@ def test_of_two_ranks_that_exchange_tokens_one_is_replaced_and_nothing_differs(
         (CONTEXT, "--replicas 2: kill:rank=0,step=5,phase=forward kill:rank=1,step=9,phase=in_step"),
     ],
 )
-@pytest.mark.slow
 def test_of_four_ranks_that_exchange_tokens_several_are_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, case: str
 ) -> None:
@@ -73,7 +72,6 @@ def test_of_four_ranks_that_exchange_tokens_several_are_replaced_and_nothing_dif
     assert groups_of(run) == GROUPS[script, words]
 
 
-@pytest.mark.slow
 def test_without_a_mirror_lost_experts_come_back_from_a_snapshot(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.cases import needs, slow
+from tests.e2e.cases import needs
 from tests.e2e.harness import RunTtprun, Undisturbed
 from tests.e2e.test_frameworks import assert_replaced_and_the_same
 
@@ -21,8 +21,8 @@ TRL = "frameworks/trl_trainer.py"  # 10 steps in 2 epochs
 @pytest.mark.parametrize(
     "case",
     [
-        slow("--own-loop --save: kill:rank=1,step=13,phase=backward"),
-        slow("--save: kill:rank=1,step=13,phase=backward"),
+        "--own-loop --save: kill:rank=1,step=13,phase=backward",
+        "--save: kill:rank=1,step=13,phase=backward",
     ],
 )
 def test_a_rank_that_trains_adapters_on_frozen_weights_is_replaced_and_nothing_differs(
@@ -35,8 +35,8 @@ def test_a_rank_that_trains_adapters_on_frozen_weights_is_replaced_and_nothing_d
 @pytest.mark.parametrize(
     "case",
     [
-        slow("--save: kill:rank=1,step=9,phase=backward"),
-        slow("--ema swa --save: kill:rank=0,step=11,phase=checkpoint"),
+        "--save: kill:rank=1,step=9,phase=backward",
+        "--ema swa --save: kill:rank=0,step=11,phase=checkpoint",
     ],
 )
 def test_a_rank_that_keeps_an_average_of_its_weights_is_replaced_and_nothing_differs(
@@ -49,8 +49,8 @@ def test_a_rank_that_keeps_an_average_of_its_weights_is_replaced_and_nothing_dif
 @pytest.mark.parametrize(
     "case",
     [
-        slow("--save --evaluate: kill:rank=1,step=9,phase=backward"),
-        slow("--method dpo --save --evaluate: kill:rank=1,step=9,phase=backward"),
+        "--save --evaluate: kill:rank=1,step=9,phase=backward",
+        "--method dpo --save --evaluate: kill:rank=1,step=9,phase=backward",
     ],
 )
 def test_a_rank_of_a_trainer_of_trl_is_replaced_and_its_checkpoints_and_logs_are_the_same(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.e2e import forms
-from tests.e2e.cases import slow
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, assert_same_outcome
 from tests.e2e.test_checkpoints import Series, assert_resumed, assert_saved
 from ttprun import torch_versions
@@ -19,11 +18,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROWS = {", ".join(row.values()): row for row in forms.rows()}
-FIRST = {row["spread"]: name for name, row in reversed(ROWS.items()) if row["device"] == "cpu"}
-ORDINARY = (FIRST["by hand"], FIRST["fsdp1"])
 
 
-@pytest.mark.parametrize("name", [name if name in ORDINARY else slow(name) for name in ROWS])
+@pytest.mark.parametrize("name", list(ROWS))
 def test_a_script_of_any_two_parts_loses_two_ranks_which_are_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path, name: str
 ) -> None:
@@ -37,7 +34,6 @@ def test_a_script_of_any_two_parts_loses_two_ranks_which_are_replaced_and_nothin
     assert_same_outcome(run, reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["fsdp1", "fsdp1 original"])
 def test_a_job_of_fsdp1_that_is_ended_in_mid_step_is_resumed_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path, spread: str

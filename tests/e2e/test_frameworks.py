@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.cases import RETRY, needs, plain, recovered_and_undisturbed, slow
+from tests.e2e.cases import RETRY, needs, plain, recovered_and_undisturbed
 from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_same_outcome
 
 TRANSFORMERS = "frameworks/transformers_trainer.py"  # 20 steps, 10 with --accumulate 2
@@ -30,11 +30,11 @@ _MEASURED = ("runtime", "per_second")
     "case",
     [
         "--accumulate 2 --evaluate --save --callback: kill:rank=1,step=7,phase=backward",
-        slow(": kill:rank=0,step=1,phase=forward"),
-        slow("--accumulate 2 --evaluate --save --best --metrics: kill:rank=0,step=9,phase=backward"),
-        slow("--save --find-last: kill:rank=0,step=9,phase=backward"),
-        slow("--group-by-length --callback: kill:rank=1,step=13,phase=backward"),
-        slow("--iterable --max-steps 16: kill:rank=1,step=13,phase=backward"),
+        ": kill:rank=0,step=1,phase=forward",
+        "--accumulate 2 --evaluate --save --best --metrics: kill:rank=0,step=9,phase=backward",
+        "--save --find-last: kill:rank=0,step=9,phase=backward",
+        "--group-by-length --callback: kill:rank=1,step=13,phase=backward",
+        "--iterable --max-steps 16: kill:rank=1,step=13,phase=backward",
     ],
 )
 def test_a_rank_of_a_transformers_trainer_is_replaced_and_its_checkpoints_and_logs_are_the_same(
@@ -48,9 +48,9 @@ def test_a_rank_of_a_transformers_trainer_is_replaced_and_its_checkpoints_and_lo
     "case",
     [
         "--accumulate 2 --save: kill:rank=1,step=7,phase=backward",
-        slow(": kill:rank=0,step=1,phase=forward"),
-        slow("--save: kill:rank=1,step=12,phase=validation"),
-        slow("--skip 3: kill:rank=1,step=4,phase=backward"),
+        ": kill:rank=0,step=1,phase=forward",
+        "--save: kill:rank=1,step=12,phase=validation",
+        "--skip 3: kill:rank=1,step=4,phase=backward",
     ],
 )
 def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_and_saved_is_the_same(
@@ -62,9 +62,9 @@ def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_
 @pytest.mark.parametrize(
     "case",
     [
-        slow("--epochs 1: kill:rank=1,step=7,phase=backward"),
-        slow("--stateful: kill:rank=1,step=17,phase=backward"),
-        slow("--stateful --workers 0: kill:rank=0,step=8,phase=after_step"),
+        "--epochs 1: kill:rank=1,step=7,phase=backward",
+        "--stateful: kill:rank=1,step=17,phase=backward",
+        "--stateful --workers 0: kill:rank=0,step=8,phase=after_step",
     ],
 )
 def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_and_nothing_differs(
@@ -79,9 +79,9 @@ def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_
 @pytest.mark.parametrize(
     "case",
     [
-        slow("--save: kill:rank=1,step=10,phase=validation"),
-        slow("--save --supervised: kill:rank=0,step=25,phase=backward"),
-        slow("--over-training --workers 1: kill:rank=1,step=12,phase=after_step"),
+        "--save: kill:rank=1,step=10,phase=validation",
+        "--save --supervised: kill:rank=0,step=25,phase=backward",
+        "--over-training --workers 1: kill:rank=1,step=12,phase=after_step",
     ],
 )
 def test_a_rank_of_an_engine_of_ignite_is_replaced_and_its_checkpoints_and_metrics_are_the_same(
@@ -91,7 +91,6 @@ def test_a_rank_of_an_engine_of_ignite_is_replaced_and_its_checkpoints_and_metri
 
 
 @needs("transformers")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "case"),
     [
@@ -105,7 +104,6 @@ def test_a_rank_that_meets_a_transient_error_trains_on_in_its_process_and_nothin
 
 
 @needs("transformers")
-@pytest.mark.slow
 def test_a_rank_is_replaced_after_the_framework_has_resumed_from_its_own_checkpoint(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
@@ -117,7 +115,6 @@ def test_a_rank_is_replaced_after_the_framework_has_resumed_from_its_own_checkpo
 
 
 @needs("accelerate")
-@pytest.mark.slow
 def test_without_a_mirror_weights_that_differ_between_ranks_with_local_sgd_come_from_a_snapshot(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:

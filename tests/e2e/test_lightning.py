@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.cases import RETRY, needs, plain, recovered_and_undisturbed, slow
+from tests.e2e.cases import RETRY, needs, plain, recovered_and_undisturbed
 from tests.e2e.harness import Run, RunTtprun, Undisturbed
 
 TRAINER = "frameworks/lightning_trainer.py"  # 3 epochs of 10 steps
@@ -28,12 +28,12 @@ pytestmark = needs("lightning")
     "case",
     [
         "--epochs 2: kill:rank=0,step=10,phase=forward",
-        slow(": kill:rank=1,step=1,phase=forward"),
-        slow(": kill:rank=0,step=20,phase=checkpoint"),
-        slow("--bar tqdm --save-every 4: kill:rank=0,step=16,phase=checkpoint"),
-        slow("--logger tensorboard: kill:rank=0,step=20,phase=checkpoint"),
-        slow("--manual: kill:rank=0,step=13,phase=backward"),
-        slow("--accumulate 3 --clip 0.5 --half-epochs: kill:rank=0,step=6,phase=backward"),
+        ": kill:rank=1,step=1,phase=forward",
+        ": kill:rank=0,step=20,phase=checkpoint",
+        "--bar tqdm --save-every 4: kill:rank=0,step=16,phase=checkpoint",
+        "--logger tensorboard: kill:rank=0,step=20,phase=checkpoint",
+        "--manual: kill:rank=0,step=13,phase=backward",
+        "--accumulate 3 --clip 0.5 --half-epochs: kill:rank=0,step=6,phase=backward",
     ],
 )
 def test_a_rank_of_a_lightning_trainer_is_replaced_and_its_checkpoints_and_logs_are_the_same(
@@ -44,7 +44,6 @@ def test_a_rank_of_a_lightning_trainer_is_replaced_and_its_checkpoints_and_logs_
     assert_replaced_and_the_same(run_ttprun, undisturbed, TRAINER, case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kill", ["kill:rank=0,step=5,phase=checkpoint"])
 def test_a_rank_that_trains_with_fabric_is_replaced_and_its_checkpoints_and_logs_are_the_same(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, kill: str
@@ -52,7 +51,6 @@ def test_a_rank_that_trains_with_fabric_is_replaced_and_its_checkpoints_and_logs
     assert_replaced_and_the_same(run_ttprun, undisturbed, FABRIC, f": {kill}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

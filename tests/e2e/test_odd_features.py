@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.cases import recovered_and_undisturbed, slow
+from tests.e2e.cases import recovered_and_undisturbed
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_same_outcome
 
 ODD = "odd_features.py"  # 16 steps
@@ -15,7 +15,7 @@ WHAT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [slow(f"--what {what}: {KILL}") for what in WHAT])
+@pytest.mark.parametrize("case", [f"--what {what}: {KILL}" for what in WHAT])
 def test_a_rank_whose_script_uses_it_is_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.cases import RETRY, recovered_and_undisturbed, slow
+from tests.e2e.cases import RETRY, recovered_and_undisturbed
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_same_outcome
 
 BY_HAND = "pipeline_by_hand.py"  # 16 steps
@@ -14,10 +14,10 @@ SCHEDULES = "pipeline_schedules.py"  # 12 steps
 @pytest.mark.parametrize(
     "case",
     [
-        slow("--how blocking: kill:rank=0,step=5,phase=collective"),
-        slow("--how async: kill:rank=3,step=4,phase=forward"),
-        slow("--how batched: kill:rank=1,step=6,phase=collective"),
-        slow("--how sized: kill:rank=3,step=8,phase=collective"),
+        "--how blocking: kill:rank=0,step=5,phase=collective",
+        "--how async: kill:rank=3,step=4,phase=forward",
+        "--how batched: kill:rank=1,step=6,phase=collective",
+        "--how sized: kill:rank=3,step=8,phase=collective",
     ],
 )
 def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
@@ -30,14 +30,14 @@ def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
     "case",
     [
         "--schedule 1F1B: kill:rank=1,step=5,phase=collective",
-        slow("--schedule GPipe: kill:rank=3,step=4,phase=forward"),
-        slow("--schedule 1F1B --ddp: kill:rank=1,step=6,phase=backward"),
-        slow("--schedule LoopedBFS: kill:rank=2,step=5,phase=backward"),
-        slow("--schedule ZBVZeroBubble: kill:rank=1,step=5,phase=collective"),
-        slow("--schedule InterleavedZeroBubble: kill:rank=0,step=6,phase=collective"),
-        slow("--schedule DualPipeV: kill:rank=3,step=6,phase=collective"),
-        slow("--rich: kill:rank=0,step=5,phase=checkpoint"),
-        slow("--rich --workers 1: kill:rank=0,step=7,phase=forward"),
+        "--schedule GPipe: kill:rank=3,step=4,phase=forward",
+        "--schedule 1F1B --ddp: kill:rank=1,step=6,phase=backward",
+        "--schedule LoopedBFS: kill:rank=2,step=5,phase=backward",
+        "--schedule ZBVZeroBubble: kill:rank=1,step=5,phase=collective",
+        "--schedule InterleavedZeroBubble: kill:rank=0,step=6,phase=collective",
+        "--schedule DualPipeV: kill:rank=3,step=6,phase=collective",
+        "--rich: kill:rank=0,step=5,phase=checkpoint",
+        "--rich --workers 1: kill:rank=0,step=7,phase=forward",
     ],
 )
 def test_a_rank_in_a_schedule_of_torch_s_own_is_replaced_and_nothing_differs(
@@ -54,14 +54,12 @@ def test_a_rank_in_a_schedule_of_torch_s_own_is_replaced_and_nothing_differs(
         ("--fsdp: kill:rank=1,step=6,phase=collective", "replace", ()),
     ],
 )
-@pytest.mark.slow
 def test_what_else_befalls_a_pipeline_is_repaired_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str, rung: str, options: tuple[str, ...]
 ) -> None:
     assert_same_outcome(*recovered_and_undisturbed(run_ttprun, undisturbed, SCHEDULES, case, rung, options, ranks=4))
 
 
-@pytest.mark.slow
 def test_in_three_dimensions_several_ranks_are_replaced_one_after_the_other_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:

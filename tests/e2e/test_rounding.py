@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tests.e2e.cases import slow
 from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_only_replaced, assert_survivors_kept_their_pids
 
 SCRIPT = "rounds_differently.py"  # 16 steps
@@ -43,8 +42,8 @@ def replaced(run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str, ranks: 
     [
         f"--layout own --threads 2: {BEFORE}",
         f"--layout ddp --width 64: {BEFORE}",
-        slow(f"--layout ddp --threads 2: {BEFORE} kill:rank=0,step=9,phase=before_step"),
-        slow(f"--layout fsdp2 --threads 2: {BEFORE}"),
+        f"--layout ddp --threads 2: {BEFORE} kill:rank=0,step=9,phase=before_step",
+        f"--layout fsdp2 --threads 2: {BEFORE}",
     ],
 )
 def test_a_rank_whose_gradients_differ_by_rounding_is_replaced_and_the_incident_says_what_was_equal_to_rounding(
@@ -58,9 +57,9 @@ def test_a_rank_whose_gradients_differ_by_rounding_is_replaced_and_the_incident_
 @pytest.mark.parametrize(
     "case",
     [
-        slow("--layout ddp: kill:rank=1,step=5,phase=forward kill:rank=0,step=9,phase=in_step"),
-        slow("--layout own --threads 2: kill:rank=1,step=5,phase=backward kill:rank=0,step=9,phase=after_step"),
-        slow("--layout own --noise forward: kill:rank=1,step=5,phase=collective kill:rank=0,step=9,phase=backward"),
+        "--layout ddp: kill:rank=1,step=5,phase=forward kill:rank=0,step=9,phase=in_step",
+        "--layout own --threads 2: kill:rank=1,step=5,phase=backward kill:rank=0,step=9,phase=after_step",
+        "--layout own --noise forward: kill:rank=1,step=5,phase=collective kill:rank=0,step=9,phase=backward",
     ],
 )
 def test_with_noise_a_rank_is_replaced_wherever_it_is_lost(
@@ -69,14 +68,14 @@ def test_with_noise_a_rank_is_replaced_wherever_it_is_lost(
     replaced(run_ttprun, undisturbed, case)
 
 
-@pytest.mark.parametrize("case", [slow(f"--layout own --threads 2: {BEFORE}")])
+@pytest.mark.parametrize("case", [f"--layout own --threads 2: {BEFORE}"])
 def test_with_noise_one_of_three_ranks_is_replaced(run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str) -> None:
     run = replaced(run_ttprun, undisturbed, case, ranks=3)
 
     assert TO_ROUNDING in found_equal(run), run.story()
 
 
-@pytest.mark.parametrize("case", [slow(f"--device npu --layout own: {BEFORE}")])
+@pytest.mark.parametrize("case", [f"--device npu --layout own: {BEFORE}"])
 def test_with_noise_on_a_device_a_rank_is_replaced(run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str) -> None:
     run = replaced(run_ttprun, undisturbed, case, device="npu")
 
@@ -87,7 +86,7 @@ def test_with_noise_on_a_device_a_rank_is_replaced(run_ttprun: RunTtprun, undist
     "case",
     [
         f"--layout own --threads 2: {BEFORE} kill:rank=0,phase=gradients",
-        slow(f"--layout own --threads 2: {BEFORE} kill:rank=1,phase=gradients"),
+        f"--layout own --threads 2: {BEFORE} kill:rank=1,phase=gradients",
     ],
 )
 def test_a_rank_that_is_lost_while_gradients_are_passed_on_is_replaced_too(
@@ -112,9 +111,7 @@ def test_one_thread_without_noise_is_held_to_bits(run_ttprun: RunTtprun, undistu
     ("words", "why"),
     [
         pytest.param("--deterministic", "loss number 1 of step 5 differs from the lost rank's", id="deterministic"),
-        pytest.param(
-            "--noise none", "other replacements have come to the same", id="once more", marks=pytest.mark.slow
-        ),
+        pytest.param("--noise none", "other replacements have come to the same", id="once more"),
     ],
 )
 def test_what_differs_by_less_than_rounding_may_is_refused_where_arithmetic_is_reproducible(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cases import slow
 from tests.e2e.harness import Replaced, RunTtprun, Undisturbed, assert_same_outcome, assert_survivors_kept_their_pids
 from tests.e2e.test_checkpoints import Series, assert_resumed, assert_saved
 
@@ -32,10 +31,9 @@ ODD = [
     "worker_contexts.py --context forkserver --persistent: kill:rank=1,step=17,phase=backward",
     "worker_contexts.py --context fork --persistent --stateful: kill:rank=1,step=17,phase=backward",
 ]
-ORDINARY = ("sweep_own.py",)
 
 
-@pytest.mark.parametrize("case", [case if case.startswith(ORDINARY) else slow(case) for case in ODD])
+@pytest.mark.parametrize("case", ODD)
 def test_a_rank_of_a_script_that_does_something_odd_is_replaced_and_nothing_differs(
     replaced: Replaced, case: str
 ) -> None:
@@ -47,13 +45,13 @@ def test_a_rank_of_a_script_that_does_something_odd_is_replaced_and_nothing_diff
 # The boundaries of a GAN lie after each of its two steps, the discriminator's first.
 CARRIED = [
     "gan: kill:rank=1,step=9,phase=forward kill:rank=0,step=13,phase=in_step",  # the generator's pass, and the other's
-    slow("gan: kill:rank=0,step=11,phase=backward kill:rank=1,step=14,phase=backward"),
-    slow("never: kill:rank=1,step=5,phase=backward kill:rank=0,step=7,phase=in_step"),
-    slow("sharded: kill:rank=1,step=6,phase=backward kill:rank=0,step=9,phase=forward"),
-    slow("by-hand: kill:rank=1,step=6,phase=collective"),
-    slow("damped: kill:rank=1,step=6,phase=forward"),
-    slow("late: kill:rank=1,step=9,phase=backward"),
-    slow("logged: kill:rank=1,step=6,phase=backward kill:rank=0,step=9,phase=in_step"),
+    "gan: kill:rank=0,step=11,phase=backward kill:rank=1,step=14,phase=backward",
+    "never: kill:rank=1,step=5,phase=backward kill:rank=0,step=7,phase=in_step",
+    "sharded: kill:rank=1,step=6,phase=backward kill:rank=0,step=9,phase=forward",
+    "by-hand: kill:rank=1,step=6,phase=collective",
+    "damped: kill:rank=1,step=6,phase=forward",
+    "late: kill:rank=1,step=9,phase=backward",
+    "logged: kill:rank=1,step=6,phase=backward kill:rank=0,step=9,phase=in_step",
 ]
 
 
@@ -62,7 +60,6 @@ def test_a_replacement_has_the_gradients_that_the_next_backward_adds_to(replaced
     replaced(f"carried_gradients.py --what {case}")
 
 
-@pytest.mark.slow
 def test_without_a_mirror_all_go_back_to_a_snapshot_that_has_the_gradients(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
@@ -74,7 +71,6 @@ def test_without_a_mirror_all_go_back_to_a_snapshot_that_has_the_gradients(
     assert (result.final, result.hashes) == (expected.final, expected.hashes), result.story()
 
 
-@pytest.mark.slow
 def test_gradients_that_are_carried_for_the_first_time_are_named_in_that_step(replaced: Replaced) -> None:
     result = replaced("carried_gradients.py --what late: kill:rank=1,step=7,phase=before_step")
 
@@ -94,16 +90,13 @@ COUNTING = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", ["nested: step=15,phase=after_step", *(slow(f"{case},phase=backward") for case in COUNTING)]
-)
+@pytest.mark.parametrize("case", ["nested: step=15,phase=after_step", *(f"{case},phase=backward" for case in COUNTING)])
 def test_a_replacement_counts_on_where_the_lost_rank_had_counted_to(replaced: Replaced, case: str) -> None:
     """What a loop runs over may count for itself."""
     manner, _, moment = case.partition(": ")
     replaced(f"counting_iterators.py --manner {manner}: kill:rank=1,{moment}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words", "moment"),
     [
@@ -126,7 +119,6 @@ def test_a_job_of_such_a_script_that_is_ended_is_resumed_and_nothing_differs(
     assert_same_outcome(series.as_one(), undisturbed(script, 2, words.split()))
 
 
-@pytest.mark.slow
 def test_what_cannot_be_made_to_count_on_is_refused_by_its_place(run_ttprun: RunTtprun, tmp_path: Path) -> None:
     series = Series(run_ttprun, tmp_path, "counting_iterators.py", 2, ["--manner", "cycle"])
 
@@ -138,7 +130,6 @@ def test_what_cannot_be_made_to_count_on_is_refused_by_its_place(run_ttprun: Run
     assert "is a cycle that gathers what it will hand out again" in second.output
 
 
-@pytest.mark.slow
 def test_a_rank_is_replaced_though_its_epoch_begins_with_what_the_ones_before_have_made(replaced: Replaced) -> None:
     """A replay passes over the epochs before."""
     result = replaced("heads_of_epochs.py: kill:rank=1,step=10,phase=backward kill:rank=0,step=13,phase=forward")
@@ -146,7 +137,6 @@ def test_a_rank_is_replaced_though_its_epoch_begins_with_what_the_ones_before_ha
     assert "is replaced once more: the replay jumps into a loop" in result.status["incidents"][0]["reason"]
 
 
-@pytest.mark.slow
 def test_an_epoch_that_begins_with_what_no_replay_can_make_ends_the_job_with_the_scripts_error(
     run_ttprun: RunTtprun,
 ) -> None:
@@ -159,7 +149,6 @@ def test_an_epoch_that_begins_with_what_no_replay_can_make_ends_the_job_with_the
     assert "IndexError: list index out of range" in incident["reason"]
 
 
-@pytest.mark.slow
 def test_a_script_that_ends_in_a_replay_is_reported_with_its_last_words(run_ttprun: RunTtprun) -> None:
     words = ["--what", "by_a_command"]
     result = run_ttprun("looks_at_files.py", 2, faults=["kill:rank=1,step=8,phase=backward"], script_args=words)
@@ -169,7 +158,6 @@ def test_a_script_that_ends_in_a_replay_is_reported_with_its_last_words(run_ttpr
     assert "rank1 was trained before" in reasons, result.story()
 
 
-@pytest.mark.slow
 def test_a_change_that_nobody_could_see_ends_in_a_restart_and_never_in_other_weights(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
@@ -185,7 +173,6 @@ def test_a_change_that_nobody_could_see_ends_in_a_restart_and_never_in_other_wei
     assert run.final == undisturbed(script, 2, args).final, run.story()
 
 
-@pytest.mark.slow
 def test_an_optimizer_that_keeps_a_loss_of_each_rank_s_own_goes_back_to_a_snapshot(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
@@ -199,7 +186,6 @@ def test_an_optimizer_that_keeps_a_loss_of_each_rank_s_own_goes_back_to_a_snapsh
     assert result.hashes == undisturbed(script, 2, args).hashes, result.story()
 
 
-@pytest.mark.slow
 def test_an_optimizer_that_calls_its_closure_several_times_is_refused_at_its_first_step_with_the_reason(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
