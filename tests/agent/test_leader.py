@@ -17,7 +17,7 @@ from ttprun.agent.node.verdict import Failure
 from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.from_rank import RankFrozen
-from ttprun.protocol.inheritance import Known
+from ttprun.protocol.meeting import Known
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted
 from ttprun.recovery.replicas import Replicas
 

@@ -15,12 +15,11 @@ import pytest
 from ttprun.agent.node.mirrors import MirrorCopies
 from ttprun.agent.node.mirrors import fetch_copies as fetch
 from ttprun.agent.node.process import Process
-from ttprun.protocol.board import Board, Field
+from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent
 from ttprun.protocol.meeting import Where
-from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held
 
-STATE = Held(6, has_state=True, has_step=False)
-STEP = Held(5, has_state=True, has_step=True)
+STATE = SlotContent(6, has_state=True, has_step=False)
+STEP = SlotContent(5, has_state=True, has_step=True)
 MIB = 1 << 20
 Kept = tuple[MirrorCopies, Any, list[int]]
 
@@ -43,7 +42,7 @@ def kept() -> Iterator[Kept]:
             assert not thread.is_alive()
 
 
-def fill(kept: Kept, number: int, held: Held, content: bytes) -> None:
+def fill(kept: Kept, number: int, held: SlotContent, content: bytes) -> None:
     copies, board, _ = kept
     with open(copies.paths_for(1)[number], "wb") as file:
         file.write(content)
@@ -65,12 +64,12 @@ def test_who_takes_a_lost_nodes_slots_gets_what_the_next_one_keeps(kept: Kept) -
 
 def test_a_slot_that_was_being_written_when_the_node_was_lost_is_not_served(kept: Kept) -> None:
     copies, _, files = kept
-    fill(kept, 0, NOTHING, b"half of a state")
+    fill(kept, 0, EMPTY_SLOT, b"half of a state")
     fill(kept, 1, STEP, b"all")
 
     held, taken = fetch(copies.serve(0), files, MIB)
 
-    assert held == [NOTHING, STEP]
+    assert held == [EMPTY_SLOT, STEP]
     assert taken == 3
 
 
@@ -83,7 +82,7 @@ def test_of_a_rank_of_which_nothing_is_kept_nothing_is_served(kept: Kept) -> Non
 def test_only_a_state_that_is_whole_can_be_written_into_a_checkpoint(kept: Kept) -> None:
     copies, _, _ = kept
     fill(kept, 0, STATE, b"of step 6")
-    fill(kept, 1, Held(5, has_state=False, has_step=True), b"before step 6")
+    fill(kept, 1, SlotContent(5, has_state=False, has_step=True), b"before step 6")
     before, after = (copies.state_of(0, boundary) for boundary in (6, 5))
 
     copies.forget(1)
@@ -115,7 +114,7 @@ def test_who_does_not_know_the_token_gets_nothing_and_does_not_keep_others_from_
     held, _ = fetch(where, files, MIB)
 
     assert came == b""
-    assert held == [NOTHING, STEP]
+    assert held == [EMPTY_SLOT, STEP]
 
 
 def test_a_node_that_is_lost_while_it_serves_is_an_error(kept: Kept) -> None:

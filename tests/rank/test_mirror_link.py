@@ -20,8 +20,7 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange
 from ttprun.introspect.current_rank import Rank as Session
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import Board, Field
-from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_of, unpack
+from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent, slot_of, unpack_slot
 from ttprun.rank.step.copies import Copies, MirrorLink
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Part
@@ -61,19 +60,19 @@ class FakeMirror:
     def keep_result(self, *_: object) -> None: ...
     def give_result(self, *_: object) -> None: ...
 
-    def held(self, boundary: int) -> Held:
-        held = unpack(self.board.get(self.rank, CELLS[slot_of(boundary)]))
-        return held if held.boundary == boundary else NOTHING
+    def held(self, boundary: int) -> SlotContent:
+        held = unpack_slot(self.board.get(self.rank, CELLS[slot_of(boundary)]))
+        return held if held.boundary == boundary else EMPTY_SLOT
 
-    def parts(self, held: Held) -> list[Part]:
-        return [] if held == NOTHING else [self.part(held._replace(has_step=False)), self.part(held)]
+    def parts(self, held: SlotContent) -> list[Part]:
+        return [] if held == EMPTY_SLOT else [self.part(held._replace(has_step=False)), self.part(held)]
 
-    def part(self, held: Held) -> Part:
+    def part(self, held: SlotContent) -> Part:
         at, end = (STATE, WHOLE) if held.has_step else (0, STATE)
         return Part(held, self.paths[slot_of(held.boundary)], at, end - at, WHOLE)
 
     def keep(self, boundary: int, has_step: bool) -> None:
-        held = Held(boundary, has_state=True, has_step=has_step)
+        held = SlotContent(boundary, has_state=True, has_step=has_step)
         part = self.part(held)
         with open(part.path, "r+b") as file:
             file.truncate(WHOLE)
@@ -122,8 +121,8 @@ def mirror_of(rank: Rank) -> FakeMirror:
     return found
 
 
-def copied(session: Session) -> list[Held]:
-    return [unpack(session.board.get(session.rank, cell)) for cell in COPIES]
+def copied(session: Session) -> list[SlotContent]:
+    return [unpack_slot(session.board.get(session.rank, cell)) for cell in COPIES]
 
 
 def reports(rank: Rank) -> list[from_rank.MirrorCopied]:
@@ -176,7 +175,7 @@ def test_a_new_generation_sends_the_newest_state_and_step_again(ring: list[Rank]
 
     commit(ring, 3, generation=1)
 
-    assert copied(ring[1].session)[0] == Held(2, has_state=True, has_step=True)
+    assert copied(ring[1].session)[0] == SlotContent(2, has_state=True, has_step=True)
     assert content(ring[1].session.options.mirror_copies[0]) == content(before)
 
 
@@ -187,7 +186,7 @@ def test_a_copy_that_takes_too_much_memory_is_refused_with_its_size_and_nobody_w
         commit(small_ring, boundary)
         pass_boundary(small_ring, boundary)
 
-    assert copied(small_ring[1].session) == [NOTHING] * SLOTS
+    assert copied(small_ring[1].session) == [EMPTY_SLOT] * SLOTS
     assert [content(path) for path in small_ring[1].session.options.mirror_copies] == [b""] * SLOTS
     assert reports(small_ring[1]) == [
         from_rank.MirrorCopied(0, 1, SLOTS * WHOLE, SLOTS * WHOLE - 1, "too little memory")
@@ -202,7 +201,7 @@ def sent(boundary: int, has_step: bool, is_valid: bool = True) -> bytes:
     """A part of a slot as it crosses nodes."""
     at, end = (STATE, WHOLE) if has_step else (0, STATE)
     body = bytes([boundary]) * (end - at)
-    head = HEAD.pack(Held(boundary, has_state=True, has_step=has_step).pack(), at, end - at, WHOLE)
+    head = HEAD.pack(SlotContent(boundary, has_state=True, has_step=has_step).pack(), at, end - at, WHOLE)
     return head + body + END.pack(is_valid, xxhash.xxh3_64_intdigest(body))
 
 
@@ -215,7 +214,7 @@ class ByHand:
     theirs: socket.socket
 
     def wait_for(self, boundary: int, has_step: bool) -> None:
-        cell = Held(boundary, has_state=True, has_step=has_step).pack()
+        cell = SlotContent(boundary, has_state=True, has_step=has_step).pack()
         ends_s = time.monotonic() + LIMIT_S
         while not self.link.wait_for(cell, 0.2):
             assert time.monotonic() < ends_s
@@ -253,7 +252,7 @@ def test_a_state_of_which_half_has_come_is_not_used(by_hand: ByHand) -> None:
     with pytest.raises(ConnectionResetError, match="ended before all had come"):
         by_hand.wait_for(3, has_step=False)
 
-    assert copied(by_hand.session) == [Held(2, has_state=True, has_step=True), NOTHING]
+    assert copied(by_hand.session) == [SlotContent(2, has_state=True, has_step=True), EMPTY_SLOT]
 
 
 def test_what_was_overwritten_while_it_was_sent_is_not_used_nor_is_its_step(by_hand: ByHand) -> None:
@@ -261,7 +260,7 @@ def test_what_was_overwritten_while_it_was_sent_is_not_used_nor_is_its_step(by_h
 
     by_hand.wait_for(3, has_step=False)
 
-    assert copied(by_hand.session) == [NOTHING, Held(3, has_state=True, has_step=False)]
+    assert copied(by_hand.session) == [EMPTY_SLOT, SlotContent(3, has_state=True, has_step=False)]
 
 
 def test_what_differs_from_what_was_sent_breaks_the_connection(by_hand: ByHand) -> None:
@@ -272,4 +271,4 @@ def test_what_differs_from_what_was_sent_breaks_the_connection(by_hand: ByHand) 
     with pytest.raises(ConnectionResetError, match="differs from what was sent"):
         by_hand.wait_for(2, has_step=False)
 
-    assert copied(by_hand.session) == [NOTHING] * SLOTS
+    assert copied(by_hand.session) == [EMPTY_SLOT] * SLOTS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ttprun.protocol.codec import decode, encode
-from ttprun.protocol.inheritance import GroupMembership, Known, Left
+from ttprun.protocol.meeting import GroupMembership, Known, Legacy
 from ttprun.protocol.process_orders import SpawnRank
 from ttprun.protocol.rank_events import RankExited
 from ttprun.protocol.reason import Reason
@@ -20,12 +20,12 @@ from ttprun.recovery.replicas import Replicas
 COMPARED = Known(incidents=2, restarts=1, compared_at=1)
 
 
-def remaining(rank: int, **changes: Any) -> Left:
+def remaining(rank: int, **changes: Any) -> Legacy:
     given: dict[str, Any] = {"pid": 100 + rank, "is_protected": True, "membership": GroupMembership.JOINED}
-    return Left(rank=rank, **given | changes)
+    return Legacy(rank=rank, **given | changes)
 
 
-def taken_over(*ranks: Left, known: Known = COMPARED, generation: int = 4) -> Job:
+def taken_over(*ranks: Legacy, known: Known = COMPARED, generation: int = 4) -> Job:
     return succeed(Settings(world_size=len(ranks)), ranks, generation, known)
 
 

@@ -12,8 +12,7 @@ import torch
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.introspect.current_rank import Rank as Session
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import Board, Field
-from ttprun.protocol.mirror_messages import SLOTS, slot_of, unpack
+from ttprun.protocol.board import SLOTS, Board, Field, slot_of, unpack_slot
 from ttprun.tensors import mirror, optimizer_registry
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Stored
@@ -79,7 +78,7 @@ class Rank:
     def way_to(self, boundary: int) -> tuple[int, str]:
         """(slot, how) from which the state of a boundary comes."""
         self.session[Mirror].end()
-        ways = [unpack(self.board.get(0, cell)).gives(boundary) for cell in CELLS]
+        ways = [unpack_slot(self.board.get(0, cell)).gives(boundary) for cell in CELLS]
         return next(((slot, way) for slot, way in enumerate(ways) if way), (-1, ""))
 
 
@@ -193,7 +192,7 @@ def test_a_step_that_depends_on_more_is_not_taken_again_and_the_copy_after_it_is
     for _ in range(3):
         lost.step()
 
-    found = unpack(lost.board.get(0, CELLS[3 % SLOTS]))  # the copy was waited for
+    found = unpack_slot(lost.board.get(0, CELLS[3 % SLOTS]))  # the copy was waited for
     lost.backward()
     lost.record()
 

@@ -17,7 +17,8 @@ import enum
 import mmap
 import os
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 ROW_FIELDS = 56  # whole cache lines
 LEADER = 0  # local rank whose row has the node's own fields
@@ -50,7 +51,7 @@ class Field:
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
     OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.tensors.own_state`)
     ALL_NODES_AT = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.commit_barrier`)
-    MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirror_messages`
+    MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.board`
     MIRROR_1 = 34  # and in the second one
     COPIED = 35  # of which boundary this rank keeps a copy of another's records (`ttprun.rank.step.copies`)
     AGENT_NS = 36  # leader: time.monotonic_ns() when the agent's supervisor last came by; the agent writes it
@@ -248,3 +249,53 @@ def _low_word(value: int) -> int:
     """The 32 bits on which the kernel compares, as a signed int."""
     low = value & 0xFFFFFFFF if sys.byteorder == "little" else (value >> 32) & 0xFFFFFFFF
     return low - (1 << 32) if low >= 1 << 31 else low
+
+
+SLOTS = 2  # for states; a third memory has results of collectives
+_HAS_STATE = 1
+_HAS_STEP = 2
+
+
+class SlotContent(NamedTuple):
+    """The content of one slot.
+
+    boundary   of which it holds the state; 0: it holds nothing
+    has_state  the state after that boundary's step is complete
+    has_step   what the next step needs is complete, too: the state that it begins with, and the gradients
+    """
+
+    boundary: int
+    has_state: bool
+    has_step: bool
+
+    def pack(self) -> int:
+        """The board's cell."""
+        return self.boundary << 2 | self.has_state * _HAS_STATE | self.has_step * _HAS_STEP
+
+    def gives(self, boundary: int) -> str:
+        """How the state of a boundary comes from it: "state", by taking the "step" again, or "" if it does not."""
+        if self.has_state and self.boundary == boundary:
+            return "state"
+        return "step" if self.has_step and self.boundary + 1 == boundary else ""
+
+    def has_all_of(self, other: SlotContent) -> bool:
+        """Whether whatever the other one gives comes from it, too."""
+        return self.boundary == other.boundary and self.has_state >= other.has_state and self.has_step >= other.has_step
+
+
+EMPTY_SLOT = SlotContent(0, False, False)
+
+
+def unpack_slot(cell: int) -> SlotContent:
+    """The content that a cell of the board stands for."""
+    return SlotContent(cell >> 2, bool(cell & _HAS_STATE), bool(cell & _HAS_STEP))
+
+
+def slot_that_gives(slots: Sequence[SlotContent], boundary: int, way: str) -> int | None:
+    """The number of the slot, of these, that gives the state of a boundary in this way (`Held.gives`); None: none."""
+    return next((number for number, slot in enumerate(slots) if slot.gives(boundary) == way), None)
+
+
+def slot_of(boundary: int) -> int:
+    """The slot for the state of a boundary: its neighbours are in the other one."""
+    return boundary % SLOTS

@@ -15,7 +15,7 @@ from typing import ClassVar
 from msgspec import field
 
 from ttprun.protocol.codec import Message
-from ttprun.protocol.inheritance import GroupMembership
+from ttprun.protocol.meeting import GroupMembership
 from ttprun.protocol.rank_events import LivingRankLost, MismatchFound, OfRank, RepairEvent, because
 from ttprun.protocol.reason import Reason
 

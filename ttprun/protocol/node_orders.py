@@ -8,7 +8,7 @@ from ttprun.protocol import channel, meeting, node_reports
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import Message, decode, encode
 from ttprun.protocol.from_rank import Put
-from ttprun.protocol.inheritance import Known
+from ttprun.protocol.meeting import Known
 from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
 from ttprun.protocol.standby_messages import WarmUp
 from ttprun.protocol.to_rank import KeepMirror, LoadMirror, Replay

@@ -14,7 +14,7 @@ from ttprun.protocol import channel, meeting
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.codec import Message, Refused, decode_fields, fields_of
-from ttprun.protocol.inheritance import Left
+from ttprun.protocol.meeting import Legacy
 from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 
 _LARGEST = 1 << 63  # what a cell of the board cannot hold
@@ -123,7 +123,7 @@ class Remains(Message, frozen=True):
     """
 
     generation: int
-    ranks: list[Left]
+    ranks: list[Legacy]
     now_ns: int
     rows: list[BoardRow]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from ttprun.protocol.from_rank import RankJoined, RankTrainsAlone
-from ttprun.protocol.inheritance import GroupMembership
+from ttprun.protocol.meeting import GroupMembership
 from ttprun.protocol.process_orders import Action, SpawnRank
 from ttprun.protocol.rank_events import Event, RankEvent, RepairEvent
 from ttprun.protocol.to_rank import LoadState, Replay, Resume

@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import chain, islice
 
 from ttprun.protocol.from_rank import RankFrozen
-from ttprun.protocol.inheritance import GroupMembership
+from ttprun.protocol.meeting import GroupMembership
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.leader_events import ElasticDeclared

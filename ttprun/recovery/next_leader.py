@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ttprun.protocol.inheritance import GroupMembership, Known, Left
+from ttprun.protocol.meeting import GroupMembership, Known, Legacy
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import Job, Settings
 from ttprun.recovery.leader_events import Saved
@@ -35,7 +35,7 @@ def known_of(job: Job, why_no_checkpoints: str) -> Known:
     )
 
 
-def succeed(settings: Settings, legacies: Iterable[Left], generation: int, known: Known) -> Job:
+def succeed(settings: Settings, legacies: Iterable[Legacy], generation: int, known: Known) -> Job:
     """The running job; what its ranks have lost is yet to be reported.
 
     legacies     one for each rank, in any order
@@ -72,7 +72,7 @@ def succeed(settings: Settings, legacies: Iterable[Left], generation: int, known
     )
 
 
-def _member_of(legacy: Left) -> Member:
+def _member_of(legacy: Legacy) -> Member:
     return Member(
         rank=legacy.rank,
         pid=None if legacy.is_finished else legacy.pid,

@@ -22,8 +22,7 @@ import torch
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import Board, Field
-from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_of, unpack
+from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent, slot_of, unpack_slot
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, lay_out
@@ -139,7 +138,7 @@ class Mirror:
             self._why_no_step = self._why_no_step or _why_not_taken_again(optimizer)
             stepping = None if session.has_collective_steps else optimizer
             if is_state and not self._why_no_step and self._keep_step(slot, stepping, session[KeptWeights].is_kept):
-                self._note(Held(boundary - 1, has_state=True, has_step=True))
+                self._note(SlotContent(boundary - 1, has_state=True, has_step=True))
             if not self._has_reported:
                 self._has_reported = True
                 size = self._size_bytes()
@@ -197,7 +196,7 @@ class Mirror:
         self.why_off = str(error) or repr(error)
         self.end()
         for cell in _CELLS:
-            self._board.set(self._rank, cell, NOTHING.pack())
+            self._board.set(self._rank, cell, EMPTY_SLOT.pack())
         for slot in self._slots:
             slot.release()
             slot.memory.release()
@@ -206,22 +205,22 @@ class Mirror:
         size = error.size_bytes if isinstance(error, _TooLargeError) else 0
         session.channel.send(from_rank.StateMirrored(boundary, size, self._limit_bytes, why_not=self.why_off))
 
-    def _note(self, content: Held) -> None:
+    def _note(self, content: SlotContent) -> None:
         self._board.set(self._rank, _CELLS[slot_of(content.boundary)], content.pack())
         self.on_kept(self._part(content))
 
-    def held(self, boundary: int) -> Held:
+    def held(self, boundary: int) -> SlotContent:
         """What is kept of the state of a boundary, and of the step that follows; NOTHING if that is nothing."""
-        content = unpack(self._board.get(self._rank, _CELLS[slot_of(boundary)]))
-        return content if content.boundary == boundary else NOTHING
+        content = unpack_slot(self._board.get(self._rank, _CELLS[slot_of(boundary)]))
+        return content if content.boundary == boundary else EMPTY_SLOT
 
-    def parts(self, content: Held) -> list[Part]:
+    def parts(self, content: SlotContent) -> list[Part]:
         """The parts that give a slot this content, in their order; between steps, on the main thread."""
-        if content == NOTHING:
+        if content == EMPTY_SLOT:
             return []
         return [self._part(content._replace(has_step=False)), *([self._part(content)] if content.has_step else [])]
 
-    def _part(self, content: Held) -> Part:
+    def _part(self, content: SlotContent) -> Part:
         return self._slots[slot_of(content.boundary)].part(content)
 
     # The copies.
@@ -239,7 +238,7 @@ class Mirror:
     def _copied(self, session: Rank, boundary: int) -> bool:
         number = slot_of(boundary)
         slot = self._slots[number]
-        self._board.set(self._rank, _CELLS[number], NOTHING.pack())
+        self._board.set(self._rank, _CELLS[number], EMPTY_SLOT.pack())
         kept = session[KeptWeights]
         if kept.why_not():
             return False
@@ -262,7 +261,7 @@ class Mirror:
         self._check_cost(time.thread_time() - began_s)
         if kept.why_not():
             return False
-        self._note(Held(boundary, has_state=True, has_step=False))
+        self._note(SlotContent(boundary, has_state=True, has_step=False))
         return True
 
     def _keep_step(self, slot: Slot, optimizer: torch.optim.Optimizer | None, is_kept: bool) -> bool:

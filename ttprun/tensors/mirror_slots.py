@@ -17,7 +17,7 @@ import xxhash
 
 from ttprun.introspect import fail_open
 from ttprun.introspect.distributed_tensors import local_of
-from ttprun.protocol.mirror_messages import Held
+from ttprun.protocol.board import SlotContent
 from ttprun.protocol.snapshot_messages import MirroredShare, Share
 from ttprun.state import tensor_file
 from ttprun.state.chunks import Chunk
@@ -63,7 +63,7 @@ class Part(NamedTuple):
     whole   of the slot, in bytes
     """
 
-    held: Held
+    held: SlotContent
     path: str
     at: int
     size: int
@@ -105,7 +105,7 @@ class Slot:
         self.split = layout.gradients[0]
         self._layout = layout
 
-    def part(self, content: Held) -> Part:
+    def part(self, content: SlotContent) -> Part:
         """The part with which it holds this; it has been laid out."""
         whole = self.memory.size
         at, end = (self.split, whole) if content.has_step else (0, self.split)

@@ -21,7 +21,7 @@ from ttprun.agent.node.verdict import Failure, Verdict
 from ttprun.protocol import from_rank, meeting, node_orders, node_reports
 from ttprun.protocol.board import AWAITED, SHARED, Field
 from ttprun.protocol.codec import Refused
-from ttprun.protocol.inheritance import Known
+from ttprun.protocol.meeting import Known
 from ttprun.protocol.rank_events import RankExited, SpawnFailed
 
 logger = logging.getLogger("ttprun")

@@ -40,7 +40,7 @@ from ttprun.agent.node.process import Process
 from ttprun.protocol import meeting, node_reports, process_orders
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
-from ttprun.protocol.inheritance import Known, Left
+from ttprun.protocol.meeting import Known, Legacy
 from ttprun.protocol.patience import Patience
 from ttprun.protocol.rank_events import RankExited, StopAsked
 
@@ -219,7 +219,7 @@ class Succession:
         every = [follower.row_of(node, slot.rank) for slot in node.here]
         return node_reports.Remains(node.job.generation, ranks, time.monotonic_ns(), every)
 
-    def _left(self, slot: Process) -> Left:
+    def _left(self, slot: Process) -> Legacy:
         """How a rank of this node stands."""
         noted = self.agent.noted[slot.rank]
         is_lost = slot.is_lost or self.agent.awaits_order(slot)
@@ -321,7 +321,7 @@ class Succession:
         for slot in node.slots:
             slot.inherit(legacies.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
         known = self.follower.known or Known()
-        gone = [Left(slot.rank, is_finished=slot.is_finished) for slot in node.slots if slot.rank not in legacies]
+        gone = [Legacy(slot.rank, is_finished=slot.is_finished) for slot in node.slots if slot.rank not in legacies]
         generation = max(own.generation, *(heir.remains.generation for heir in heirs.values()), 0)
         node.take_job(recovery.succeed(node.job.settings, (*legacies.values(), *gone), generation, known))
         self.comparisons.begin_resumed(node.job.replicas)
@@ -357,7 +357,7 @@ class Succession:
         for link, hello in early:
             pool.let_in(link, hello)
 
-    def _report_loss(self, legacy: Left) -> None:
+    def _report_loss(self, legacy: Legacy) -> None:
         self.node.advance(
             RankExited.ended(
                 legacy.code,

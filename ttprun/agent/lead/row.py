@@ -13,7 +13,7 @@ from ttprun.agent.node.stored_states import Stored
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.from_rank import GroupJournal
-from ttprun.protocol.inheritance import Left
+from ttprun.protocol.meeting import Legacy
 from ttprun.protocol.rank_events import RankExited
 
 
@@ -134,7 +134,7 @@ class Row:
         self.lost_boundary = board.get(self.rank, Field.RECORDED)
         board.forget_process(self.rank)
 
-    def inherit(self, legacy: Left | None, has_finished: bool) -> None:
+    def inherit(self, legacy: Legacy | None, has_finished: bool) -> None:
         """What the next leader must know of a rank; None: the agent of its node is lost, too."""
         if legacy is None:
             self.is_finished, self.pid = has_finished, 0

@@ -31,9 +31,8 @@ from msgspec.structs import replace
 from ttprun.agent.node import stored_states
 from ttprun.agent.node.node import Node
 from ttprun.protocol import file_stream, to_rank
-from ttprun.protocol.board import Field
+from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Field, SlotContent, slot_that_gives, unpack_slot
 from ttprun.protocol.meeting import Where
-from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_that_gives, unpack
 from ttprun.protocol.snapshot_messages import MirroredShare
 from ttprun.state.cost_limits import parse_memory
 from ttprun.tensors.memory import free_bytes
@@ -73,7 +72,7 @@ class MirrorCopies:
     def forget(self, rank: int) -> None:
         """The ranks go back, or begin anew: what this one keeps of another one is void."""
         for cell in _COPY_CELLS:
-            self._node.board.set(rank, cell, NOTHING.pack())
+            self._node.board.set(rank, cell, EMPTY_SLOT.pack())
 
     def serve(self, rank: int) -> Where:
         """Have what is kept of a lost rank's mirror ready for the one who knows the token, for a while.
@@ -81,7 +80,7 @@ class MirrorCopies:
         returns   where; port 0: nothing is kept
         """
         node, keeper = self._node, self._keeper_of(rank)
-        if keeper not in self._slots or self._held_by(keeper) == [NOTHING] * SLOTS:
+        if keeper not in self._slots or self._held_by(keeper) == [EMPTY_SLOT] * SLOTS:
             return Where()
         token = secrets.token_hex(_TOKEN_BYTES // 2)
         with contextlib.ExitStack() as opened:
@@ -107,8 +106,8 @@ class MirrorCopies:
         """The rank of this node that keeps what there is of that one's mirror."""
         return (rank + len(self._node.here)) % len(self._node.slots)
 
-    def _held_by(self, keeper: int) -> list[Held]:
-        return [unpack(self._node.board.get(keeper, cell)) for cell in _COPY_CELLS]
+    def _held_by(self, keeper: int) -> list[SlotContent]:
+        return [unpack_slot(self._node.board.get(keeper, cell)) for cell in _COPY_CELLS]
 
     def _serve(self, listener: socket.socket, token: str, keeper: int, fds: Sequence[int]) -> None:
         ends_s = time.monotonic() + _SERVE_LIMIT_S
@@ -141,7 +140,7 @@ class MirrorCopies:
             raise file_stream.DamagedError("what has come is no receipt")
 
 
-def fetch_copies(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[Held], int]:
+def fetch_copies(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[SlotContent], int]:
     """Fetch what another node keeps of a lost rank's mirror.
 
     where         as `MirrorCopies.serve` returns it
@@ -152,7 +151,7 @@ def fetch_copies(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[li
 
     Blocks as long as something comes. Raises OSError, also if that is too much.
     """
-    slots, taken = list[Held](), 0
+    slots, taken = list[SlotContent](), 0
     if not 0 < where.port < 1 << 16 or not where.token.isascii():
         raise OSError("that is no place to fetch from")
     with socket.create_connection((where.address, where.port), _SILENT_LIMIT_S) as sock:
@@ -168,7 +167,7 @@ def fetch_copies(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[li
                 os.ftruncate(fd, size)
                 os.posix_fallocate(fd, 0, size)
             is_valid = file_stream.receive(sock, fd, 0, size)
-            slots.append(unpack(cell) if is_valid else NOTHING)
+            slots.append(unpack_slot(cell) if is_valid else EMPTY_SLOT)
         with contextlib.suppress(OSError):  # all is here, even if the other node is lost now
             sock.sendall(_TAKEN)
     return slots, taken
@@ -296,14 +295,14 @@ class Mirrors:
     def _path_of(self, rank: int, boundary: int, way: str) -> str:
         if rank not in self._slots:
             return ""
-        slots = [unpack(self._node.board.get(rank, cell)) for cell in _CELLS]
+        slots = [unpack_slot(self._node.board.get(rank, cell)) for cell in _CELLS]
         number = slot_that_gives(slots, boundary, way)
         return "" if number is None else self.paths_for(rank)[number]
 
     def forget(self, rank: int) -> None:
         """The rank goes back, or begins anew."""
         for cell in _CELLS:
-            self._node.board.set(rank, cell, NOTHING.pack())
+            self._node.board.set(rank, cell, EMPTY_SLOT.pack())
         self.copies.forget(rank)
 
     def fetch(self, where: Mapping[int, Where], then: Callable[[], None]) -> None:
@@ -319,20 +318,20 @@ class Mirrors:
             rank: [os.dup(fd) for fd in fds[:SLOTS]] for rank, fds in slots.items()
         }  # a new group closes the others
 
-        def fetch() -> dict[int, tuple[Sequence[Held], str]]:
-            fetched, left_bytes = dict[int, tuple[Sequence[Held], str]](), self._all_bytes
+        def fetch() -> dict[int, tuple[Sequence[SlotContent], str]]:
+            fetched, left_bytes = dict[int, tuple[Sequence[SlotContent], str]](), self._all_bytes
             for rank, place in there.items():
                 try:
                     contents, taken = fetch_copies(place, files[rank], left_bytes)
                 except OSError as error:
-                    fetched[rank] = (NOTHING,) * SLOTS, f"{place.address}: {error}"
+                    fetched[rank] = (EMPTY_SLOT,) * SLOTS, f"{place.address}: {error}"
                 else:
                     fetched[rank], left_bytes = (contents, ""), left_bytes - taken
                 for fd in files[rank]:
                     os.close(fd)
             return fetched
 
-        def note(fetched: Mapping[int, tuple[Sequence[Held], str]]) -> None:
+        def note(fetched: Mapping[int, tuple[Sequence[SlotContent], str]]) -> None:
             for rank, (contents, why_not) in fetched.items():
                 if self._slots.get(rank) is not slots[rank]:
                     continue  # all ranks are new
@@ -345,7 +344,7 @@ class Mirrors:
             then()
 
         def failed(error: Exception) -> None:
-            note({rank: ((NOTHING,) * SLOTS, repr(error)) for rank in slots})
+            note({rank: ((EMPTY_SLOT,) * SLOTS, repr(error)) for rank in slots})
 
         self._node.in_background(fetch, note, failed)
 

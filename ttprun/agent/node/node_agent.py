@@ -32,7 +32,7 @@ from ttprun.agent.node.verdict import ReplaceHandler
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, from_rank, node_orders, node_reports, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.protocol.inheritance import Left
+from ttprun.protocol.meeting import Legacy
 from ttprun.protocol.rank_events import RankExited, SpawnFailed
 from ttprun.protocol.reason import Reason
 from ttprun.state.checkpoint import inspect
@@ -74,14 +74,14 @@ class NodeAgent:
     standby_watch: StandbyWatch
     watch: ProcessWatch
     replace_handler: ReplaceHandler
-    noted: dict[int, Left] = field(init=False)
+    noted: dict[int, Legacy] = field(init=False)
     catching_up: set[int] = field(default_factory=set, init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
     _deferred: dict[int, to_rank.Replay] = field(default_factory=dict, init=False)  # until these are there
 
     def __post_init__(self) -> None:
-        self.noted = {slot.rank: Left(slot.rank) for slot in self.node.here}
+        self.noted = {slot.rank: Legacy(slot.rank) for slot in self.node.here}
 
     def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
         """This node has got a lost one's slots, with what its ranks had recorded: their first processes wait for Spawn.

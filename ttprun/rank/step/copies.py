@@ -25,8 +25,7 @@ from ttprun.groups.connection import Exchange, GenerationOverError
 from ttprun.groups.gloo import listen
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import file_stream, from_rank
-from ttprun.protocol.board import Field
-from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_of, unpack
+from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Field, SlotContent, slot_of, unpack_slot
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Part
 
@@ -62,12 +61,12 @@ class MirrorLink:
     def wait_for(self, cell: int, limit_s: float) -> bool:
         """Wait until as much is kept of the mirror of the node before; returns whether it is, or never will be.
 
-        cell      `Held`, packed
+        cell      `SlotContent`, packed
         limit_s   at most
 
         Raises OSError if the connection is broken.
         """
-        return self._receiver.wait_for(unpack(cell), limit_s)
+        return self._receiver.wait_for(unpack_slot(cell), limit_s)
 
     def cut(self) -> None:
         """Shut the connections down."""
@@ -117,7 +116,7 @@ class _Sender:
             self._sock.sendall(_MIRROR_HEAD.pack(content.pack(), part.at, part.size, part.whole))
             file_stream.send(
                 *(self._sock, fd, part.at, part.size),
-                lambda: not unpack(self._board.get(self._rank, cell)).has_all_of(content),
+                lambda: not unpack_slot(self._board.get(self._rank, cell)).has_all_of(content),
             )
         finally:
             os.close(fd)
@@ -133,13 +132,13 @@ class _Receiver:
         self._paths = session.options.mirror_copies
         self._failure: OSError | None = None
         self._came = [
-            NOTHING
+            EMPTY_SLOT
         ] * SLOTS  # what each slot has got on this connection; an older one may have filled it, too
         self._is_refused = self._has_reported = False
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="ttprun-node-before", daemon=True).start()
 
-    def wait_for(self, wanted: Held, limit_s: float) -> bool:
+    def wait_for(self, wanted: SlotContent, limit_s: float) -> bool:
         """As `MirrorLink.wait_for`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_settled(wanted) or self._failure is not None, limit_s)
@@ -149,10 +148,10 @@ class _Receiver:
             raise ConnectionResetError(f"the connection for mirrors is broken: {self._failure}")
         return False
 
-    def _is_settled(self, wanted: Held) -> bool:
-        return wanted == NOTHING or self._is_refused or self._came[slot_of(wanted.boundary)].has_all_of(wanted)
+    def _is_settled(self, wanted: SlotContent) -> bool:
+        return wanted == EMPTY_SLOT or self._is_refused or self._came[slot_of(wanted.boundary)].has_all_of(wanted)
 
-    def _set(self, number: int, content: Held) -> None:
+    def _set(self, number: int, content: SlotContent) -> None:
         with self._changed:
             self._came[number] = content
             self._session.board.set(self._session.rank, _CELLS[number], content.pack())
@@ -173,7 +172,7 @@ class _Receiver:
 
     def _take(self) -> None:
         cell, at, size, whole = _MIRROR_HEAD.unpack(file_stream.receive_exactly(self._sock, _MIRROR_HEAD.size))
-        content = unpack(cell)
+        content = unpack_slot(cell)
         if content.boundary <= 0 or not 0 <= at <= at + size <= whole:
             raise file_stream.DamagedError("what has come is no part of a mirror")
         if self._is_awaited(content, whole):
@@ -184,14 +183,14 @@ class _Receiver:
         else:
             file_stream.receive(self._sock, -1, at, size)
 
-    def _is_awaited(self, content: Held, whole: int) -> bool:
+    def _is_awaited(self, content: SlotContent, whole: int) -> bool:
         """Whether a part is to be kept; if so, its slot is ready for it."""
         number = slot_of(content.boundary)
         if self._is_refused:
             return False
         if content.has_step:
             return self._came[number] == content._replace(has_step=False)
-        self._set(number, NOTHING)
+        self._set(number, EMPTY_SLOT)
         try:
             self._make_room(number, whole)
         except OSError as error:
@@ -215,7 +214,7 @@ class _Receiver:
     def _limit_bytes(self) -> int:
         return self._session.options.mirror_copies_bytes
 
-    def _keep(self, content: Held, whole: int) -> None:
+    def _keep(self, content: SlotContent, whole: int) -> None:
         self._set(slot_of(content.boundary), content)
         if not self._has_reported:
             self._has_reported = True
@@ -225,7 +224,7 @@ class _Receiver:
         """Keep nothing of what comes on this connection, and let the sender know."""
         self._is_refused = True
         for number, path in enumerate(self._paths):
-            self._set(number, NOTHING)
+            self._set(number, EMPTY_SLOT)
             os.truncate(path, 0)
         self._session.board.set(self._session.rank, Field.MIRROR_COPY_BYTES, 0)
         self._report(boundary, whole, why)
