@@ -23,10 +23,10 @@ from itertools import count
 from typing import Any
 
 from ttprun.agent.between import follower
-from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, process_orders, to_rank
-from ttprun.protocol.all_ranks import in_full
+from ttprun.protocol import channel, from_rank, meeting, node_messages, process_orders, to_rank
 from ttprun.protocol.board import SHARED, Board, Field, Phase
 from ttprun.protocol.codec import Message, decode, encode
+from ttprun.protocol.node_messages import in_full
 from ttprun.protocol.rank_events import RankExited, RankStarted
 
 PARAMETERS = 16  # that a rank reports digests of
@@ -35,7 +35,7 @@ RECORD = "x" * 16_384  # of a lost rank, as its copy comes from another node
 DIGEST = "d" * 16
 ROW_TEXTS: dict[tuple[int, int], str] = {}
 AWAITED = ", awaited"  # rows for which ranks of other nodes wait
-KNOWN = {kind.__name__: kind for kind in node_orders.OfLeader.__args__}  # type: ignore[attr-defined]
+KNOWN = {kind.__name__: kind for kind in node_messages.OfLeader.__args__}  # type: ignore[attr-defined]
 RANKS = re.compile(rb'"rank": (\d+)')
 PUTS = re.compile(rb'"key": "port (\d+)"')
 
@@ -136,7 +136,7 @@ class Node:
                 lambda rank=rank: self.share(rank),
             )  # fmt: skip
 
-    def row(self, rank: int) -> node_reports.BoardRow:
+    def row(self, rank: int) -> node_messages.BoardRow:
         """How a rank stands: at work, and in no trouble."""
         now_ns, state = time.monotonic_ns(), self.ranks[rank]
         values = {
@@ -150,7 +150,7 @@ class Node:
             Field.REHEARSED: 1,
             Field.STEPPED: state.boundary,
         }
-        return node_reports.BoardRow(rank, [int(values.get(field, 0)) for field in SHARED], "S", now_ns / 1e9)
+        return node_messages.BoardRow(rank, [int(values.get(field, 0)) for field in SHARED], "S", now_ns / 1e9)
 
     def say(self, rank: int, message: Message) -> None:
         """A rank reports something."""
@@ -222,11 +222,11 @@ class Node:
             return
         order = decode(line, KNOWN)
         match order:
-            case node_orders.Begin():
+            case node_messages.Begin():
                 self.fill()
                 for rank in self.ranks:
                     self.begin(rank)
-            case node_orders.Forward():
+            case node_messages.Forward():
                 inner = in_full(decode(order.line.encode(), channel.KNOWN), self.stage.world_size)
                 for rank, pid in order.to:
                     if self.ranks[rank].pid == pid:
@@ -238,9 +238,9 @@ class Node:
                 self.begin(rank)
             case to_rank.Replay(rank=rank):
                 self.ranks[rank].take(order)
-            case node_orders.GiveRecords(ranks=ranks):
+            case node_messages.GiveRecords(ranks=ranks):
                 for rank in ranks:
-                    self.send(node_reports.Records(rank, RECORD))
+                    self.send(node_messages.Records(rank, RECORD))
             case meeting.RankSlots(node=number):
                 self.number = number
                 self.fill()
@@ -393,7 +393,7 @@ class Stage:
         """A rank's message as it stands in a report; that of many ranks is often the same."""
         key = repr(message) if not isinstance(message, from_rank.RankFrozen) else f"frozen {message.generation}"
         if key not in self._encoded:
-            self._encoded[key] = node_orders.encoded(message, self.world_size)
+            self._encoded[key] = node_messages.encoded(message, self.world_size)
         return self._encoded[key]
 
     def note(self, way: str, op: str, size: int) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from ttprun.agent.lead.wire import Wire
-from ttprun.protocol import node_orders, node_reports
+from ttprun.protocol import node_messages
 from ttprun.protocol.codec import decode, encode
 
 _KNOWN = {
-    kind.__name__: kind for kind in (*get_args(node_reports.Report), *get_args(node_orders.Order), node_orders.Forward)
+    kind.__name__: kind
+    for kind in (*get_args(node_messages.Report), *get_args(node_messages.Order), node_messages.Forward)
 }
 
 
@@ -21,8 +22,8 @@ class EncodedWire(Wire):
 
     def report(self, report: Any) -> None:
         size = len(self._node.slots)
-        if isinstance(report, node_reports.Said):
-            said: node_reports.Said = through(report.encoded(size, node_reports.Rows(0, [])))
+        if isinstance(report, node_messages.Said):
+            said: node_messages.Said = through(report.encoded(size, node_messages.Rows(0, [])))
             super().report(said.decoded(size))
         else:
             super().report(through(report))
@@ -40,7 +41,9 @@ class EncodedCarrier:
 
     def forward(self, rank: int, pid: int, message: Any) -> None:
         size = len(self._node.slots)
-        forward: node_orders.Forward = through(node_orders.Forward([(rank, pid)], node_orders.encoded(message, size)))
+        forward: node_messages.Forward = through(
+            node_messages.Forward([(rank, pid)], node_messages.encoded(message, size))
+        )
         self._own.forward(rank, pid, forward.message(size))
 
 

@@ -11,7 +11,7 @@ from tests.agent.nodes import node_of
 from ttprun.agent.between import follower
 from ttprun.agent.between.peers import Peers
 from ttprun.agent.node.node import Node
-from ttprun.protocol import node_reports
+from ttprun.protocol import node_messages
 from ttprun.protocol.board import SHARED, Field
 
 AHEAD_NS = 5_000_000_000  # so much is the other node's clock ahead of ours
@@ -28,7 +28,7 @@ def node(tmp_path: Path) -> Node:
 def arrive(node: Node, seen_ns: int) -> int:
     """A row of rank 1 comes, some time after it was sent; returns when its hooks noted something, on our clock."""
     values = [seen_ns if field == Field.SEEN_NS else 0 for field in SHARED]
-    follower.copy_in(node, [node_reports.BoardRow(1, values, "S", 1.0)], time.monotonic_ns() + AHEAD_NS)
+    follower.copy_in(node, [node_messages.BoardRow(1, values, "S", 1.0)], time.monotonic_ns() + AHEAD_NS)
     return node.board.get(1, Field.SEEN_NS)
 
 

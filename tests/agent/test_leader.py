@@ -14,7 +14,7 @@ from ttprun.agent.between.peers import Peers
 from ttprun.agent.between.roles import Leading
 from ttprun.agent.lead.leader import Leader
 from ttprun.agent.node.verdict import Failure
-from ttprun.protocol import meeting, node_reports
+from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.meeting import Known
@@ -123,11 +123,11 @@ def test_a_process_that_has_ended_is_not_heard_any_more_on_whichever_node_it_was
     for slot in node.slots:
         slot.pid = 200 + slot.rank
     message = RankFrozen(1, 4, "w")
-    stands = node_reports.Rows(1, [node_reports.BoardRow(1, [4] * len(SHARED), "S", 2.5)])
+    stands = node_messages.Rows(1, [node_messages.BoardRow(1, [4] * len(SHARED), "S", 2.5)])
 
     for pid in (100, 200):
-        leader.report(0, node_reports.Said(0, pid, message))
-        leader.take(1, node_reports.Said(1, pid + 1, message, fingerprint="f").encoded(2, stands))
+        leader.report(0, node_messages.Said(0, pid, message))
+        leader.take(1, node_messages.Said(1, pid + 1, message, fingerprint="f").encoded(2, stands))
 
     assert taken == [(0, message), (1, message)]
     assert node.slots[1].fingerprints == {4: "f"}

@@ -10,7 +10,7 @@ from itertools import cycle, repeat
 import pytest
 
 from ttprun.agent.between.peers import SILENT_LIMIT_S, Peers, unpacked
-from ttprun.protocol import meeting, node_orders, node_reports, patience, to_rank
+from ttprun.protocol import meeting, node_messages, patience, to_rank
 from ttprun.protocol.board import SHARED
 from ttprun.protocol.channel import KNOWN, Channel
 from ttprun.protocol.codec import Refused, decode, encode
@@ -72,14 +72,14 @@ def test_the_same_order_to_all_ranks_of_a_node_crosses_once_and_before_what_is_s
 
     for rank in (2, 3):
         peers.forward(rank, 100 + rank, peers.line_of(order))
-    peers.send(1, node_orders.VoidBeyond(4))
+    peers.send(1, node_messages.VoidBeyond(4))
 
-    known = {"Forward": node_orders.Forward, "VoidBeyond": node_orders.VoidBeyond}
+    known = {"Forward": node_messages.Forward, "VoidBeyond": node_messages.VoidBeyond}
     with theirs, ours:
         first, second = Channel(theirs, known).read_available()
     assert first.to == [(2, 102), (3, 103)]
     assert decode(first.line.encode(), KNOWN) == order
-    assert second == node_orders.VoidBeyond(4)
+    assert second == node_messages.VoidBeyond(4)
 
 
 def test_what_is_sent_to_one_rank_waits_for_the_end_of_the_turn_only() -> None:
@@ -92,7 +92,7 @@ def test_what_is_sent_to_one_rank_waits_for_the_end_of_the_turn_only() -> None:
     peers.flush()
 
     with theirs, ours:
-        (sent,) = Channel(theirs, {"Forward": node_orders.Forward}).read_available()
+        (sent,) = Channel(theirs, {"Forward": node_messages.Forward}).read_available()
     assert sent.to == [(2, 102)]
 
 
@@ -101,8 +101,8 @@ def test_a_long_message_to_all_nodes_crosses_packed_and_is_taken_as_it_was() -> 
     link = Channel(ours)
     link.waits = False
     leader = Peers(0, "10.0.0.1", 2, {1: link}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
-    rows = node_reports.Rows(1, [node_reports.BoardRow(rank, [0] * len(SHARED)) for rank in range(1000)])
-    other = Channel(theirs, {"Packed": meeting.Packed, "Rows": node_reports.Rows})
+    rows = node_messages.Rows(1, [node_messages.BoardRow(rank, [0] * len(SHARED)) for rank in range(1000)])
+    other = Channel(theirs, {"Packed": meeting.Packed, "Rows": node_messages.Rows})
 
     leader.to_all(rows)
 

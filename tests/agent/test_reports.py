@@ -26,7 +26,7 @@ from ttprun.agent.node.node import Node
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import read_topology
-from ttprun.protocol import from_rank, node_orders, to_rank
+from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN, Channel
 from ttprun.protocol.codec import decode
@@ -245,7 +245,7 @@ def test_ranks_of_whom_nothing_else_is_expected_are_told_to_resume_in_the_same_w
 
     replays.resume(to_rank.Resume((0, 1, 2), 1, 4))
 
-    lines = {node_orders.encoded(order, N_RANKS) for one in node.handlers for order in one.reported}
+    lines = {node_messages.encoded(order, N_RANKS) for one in node.handlers for order in one.reported}
     assert len(lines) == 1  # those of another node cross once
 
 
@@ -265,9 +265,9 @@ def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, re
     reports.pass_on()
 
     with theirs, ours:
-        (sent,) = Channel(theirs, {"Broadcast": node_orders.Broadcast}).read_available()
+        (sent,) = Channel(theirs, {"Broadcast": node_messages.Broadcast}).read_available()
     assert [handler.reported for handler in node.handlers] == [[put], [], [put]]
-    assert sent == node_orders.Broadcast([(1, put)])
+    assert sent == node_messages.Broadcast([(1, put)])
 
 
 def test_what_several_ranks_report_to_all_at_once_crosses_to_another_node_in_one_message(
@@ -281,8 +281,8 @@ def test_what_several_ranks_report_to_all_at_once_crosses_to_another_node_in_one
     reports.pass_on()
 
     with theirs, ours:
-        (sent,) = Channel(theirs, {"Broadcast": node_orders.Broadcast}).read_available()
-    assert sent == node_orders.Broadcast(puts)
+        (sent,) = Channel(theirs, {"Broadcast": node_messages.Broadcast}).read_available()
+    assert sent == node_messages.Broadcast(puts)
 
 
 def test_what_lost_ranks_have_recorded_is_voided_once_and_not_for_each_survivor(
@@ -295,8 +295,8 @@ def test_what_lost_ranks_have_recorded_is_voided_once_and_not_for_each_survivor(
         reports.take(slot, from_rank.RankFrozen(1, 4, "w", True))
 
     with theirs, ours:
-        sent = Channel(theirs, {"VoidBeyond": node_orders.VoidBeyond}).read_available()
-    assert sent == [node_orders.VoidBeyond(4)]
+        sent = Channel(theirs, {"VoidBeyond": node_messages.VoidBeyond}).read_available()
+    assert sent == [node_messages.VoidBeyond(4)]
 
 
 def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_has_reported_it(
@@ -305,7 +305,7 @@ def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_
     put = from_rank.Put(0, "port 1", b"4711")
     follower = part(Follower, node, agent=part(NodeAgent, node))
 
-    follower.take_order(node_orders.Broadcast([(1, put)]))
+    follower.take_order(node_messages.Broadcast([(1, put)]))
 
     assert [handler.reported for handler in node.handlers] == [[put], [], [put]]
 

@@ -18,7 +18,7 @@ from ttprun.agent.between.latecomers import LOST, Taken, wait_for_slots
 from ttprun.agent.between.peers import Peers
 from ttprun.agent.between.spare_pool import Listener, RendezvousKeys, SparePool, read_where, write_where
 from ttprun.errors import ConfigError
-from ttprun.protocol import meeting, node_reports
+from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.standby_messages import WarmUp
 
@@ -85,7 +85,7 @@ def test_who_waits_gets_the_slots_of_a_lost_node_with_the_records_of_its_ranks(l
 
     address = lead.peers.slot(1, anybody)
     for rank in (2, 3):
-        lead.peers.send(1, node_reports.Records(rank, f"of rank {rank}"))
+        lead.peers.send(1, node_messages.Records(rank, f"of rank {rank}"))
     taken = waiting.result(LIMIT_S)
 
     assert address == "127.0.0.1"

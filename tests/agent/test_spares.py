@@ -11,7 +11,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.lead.membership import Spares
 from ttprun.agent.lead.wire import Wire
-from ttprun.protocol import node_orders, node_reports, process_orders
+from ttprun.protocol import node_messages, process_orders
 from ttprun.protocol.process_orders import SpawnRank
 from ttprun.protocol.rank_events import Event, SpawnFailed
 
@@ -96,14 +96,14 @@ def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_the
     node.peers.waiting.append("10.0.0.9")
     spares.fill()
     asked = node.peers.sent.copy()
-    spares.take_records(node_reports.Records(2, "two"))
-    spares.take_records(node_reports.Records(3, "three"))
+    spares.take_records(node_messages.Records(2, "two"))
+    spares.take_records(node_messages.Records(3, "three"))
 
     assert before == []
-    assert asked == [(2, node_orders.GiveRecords([2, 3]))]
+    assert asked == [(2, node_messages.GiveRecords([2, 3]))]
     assert node.peers.sent[1:] == [
-        (1, node_reports.Records(2, "two")),
-        (1, node_reports.Records(3, "three")),
+        (1, node_messages.Records(2, "two")),
+        (1, node_messages.Records(3, "three")),
         (1, process_orders.SpawnRank(2, 1)),
         (1, process_orders.SpawnRank(3, 1)),
     ]
@@ -124,7 +124,7 @@ def test_a_node_that_was_lost_a_moment_ago_takes_no_slots_before_its_time_is_ove
     spares.look()
 
     assert before == []
-    assert node.peers.sent == [(2, node_orders.GiveRecords([2, 3]))]
+    assert node.peers.sent == [(2, node_messages.GiveRecords([2, 3]))]
 
 
 def test_if_nobody_comes_in_time_no_process_can_be_started(node: FakeNode, spares: Spares) -> None:
@@ -140,8 +140,8 @@ def test_without_a_copy_of_its_records_a_rank_is_not_started_elsewhere(node: Fak
     node.peers.waiting.append("10.0.0.9")
     spares.spawn(SpawnRank(2, 1))
 
-    spares.take_records(node_reports.Records(2, ""))
-    spares.take_records(node_reports.Records(3, "three"))
+    spares.take_records(node_messages.Records(2, ""))
+    spares.take_records(node_messages.Records(3, "three"))
 
     assert [getattr(event, "rank", None) for event in node.events] == [2]
     assert not any(isinstance(message, process_orders.SpawnRank) for _, message in node.peers.sent)
@@ -162,7 +162,7 @@ def test_records_for_a_spare_that_is_lost_as_well_are_dropped(node: FakeNode, sp
     node.peers.sent.clear()
 
     spares.forget(1)
-    spares.take_records(node_reports.Records(2, "two"))
+    spares.take_records(node_messages.Records(2, "two"))
 
     assert node.peers.sent == []
 
@@ -173,7 +173,7 @@ def test_if_the_node_that_keeps_the_copies_is_lost_before_it_has_answered_nobody
     node.peers.waiting.append("10.0.0.9")
     spares.spawn(SpawnRank(2, 1))
     spares.spawn(SpawnRank(3, 1))
-    spares.take_records(node_reports.Records(2, "two"))
+    spares.take_records(node_messages.Records(2, "two"))
 
     node.peers.connected.discard(2)
     spares.lose_copies(2)

@@ -18,10 +18,10 @@ from ttprun.agent.node.standbys import Standbys
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status
-from ttprun.protocol import node_orders
+from ttprun.protocol import node_messages
 from ttprun.protocol.board import Field
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.members import Life
+from ttprun.recovery.members import RankState
 from ttprun.recovery.phases import open_incident
 from ttprun.recovery.replicas import Replicas
 
@@ -106,7 +106,7 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
     publisher = StatusPublisher(node, Incidents(node), *PARTS)
     publisher.publish()
 
-    job = job.with_member(0, life=Life.FINISHED).with_member(1, life=Life.FINISHED)
+    job = job.with_member(0, life=RankState.FINISHED).with_member(1, life=RankState.FINISHED)
     node.job = replace(job, replicas=replace(sharded, mirrored=frozenset()))
     publisher.publish()
     publisher.end(0, "")
@@ -150,7 +150,7 @@ def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_ar
     names = ("10.0.0.1", "10.0.0.2")
     of_leader = RunStatus("other", "healthy", 3, 2, 1, NOW, NOW, protection="on", ranks=ranks, nodes=names)
 
-    publisher.take(node_orders.Published("status", of_leader.to_json()))
+    publisher.take(node_messages.Published("status", of_leader.to_json()))
     publisher.publish()
 
     shown = read_status(run.status)

@@ -19,7 +19,7 @@ from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import SHIM, StandbyHandler
 from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.node_reports import Said
+from ttprun.protocol.node_messages import Said
 from ttprun.recovery import JobPhase
 
 HOLD = """

@@ -14,7 +14,7 @@ from ttprun.agent.between.peers import Peers
 from ttprun.agent.node.group import Group
 from ttprun.agent.node.supervisor import Supervisor
 from ttprun.agent.node.verdict import NewGroup
-from ttprun.protocol import from_rank, node_orders, node_reports
+from ttprun.protocol import from_rank, node_messages
 from ttprun.protocol.rank_events import RankExited, RankStarted
 
 RANKS = 6
@@ -35,7 +35,7 @@ class Noted(Peers):
         self.orders.append(message)
 
     def forward(self, rank: int, pid: int, line: str) -> None:
-        self.orders.append((rank, pid, node_orders.Forward([(rank, pid)], line).message(RANKS)))
+        self.orders.append((rank, pid, node_messages.Forward([(rank, pid)], line).message(RANKS)))
 
 
 class Own:
@@ -74,7 +74,7 @@ class Job:
 
     def say(self, rank: int, message: Any) -> None:
         fingerprint = "the same" if isinstance(message, from_rank.RankFrozen) else ""
-        self.report(rank, node_reports.Said(rank, self.node.slots[rank].pid, message, fingerprint))
+        self.report(rank, node_messages.Said(rank, self.node.slots[rank].pid, message, fingerprint))
 
     def start(self, rank: int, pid: int) -> None:
         self.report(rank, RankStarted(at_s=0.0, rank=rank, pid=pid))

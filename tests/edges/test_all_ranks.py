@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import encode
 from ttprun.protocol.from_rank import GroupJournal, RankFrozen, RankReissued
+from ttprun.protocol.node_messages import in_full, shortened
 from ttprun.protocol.to_rank import Freeze
 
 RANKS = 1000

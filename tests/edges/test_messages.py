@@ -16,7 +16,7 @@ import pytest
 from ttprun.agent.lead.conduct import ACTIONS, Coordinator
 from ttprun.agent.lead.reports import _ROWS
 from ttprun.agent.node.node_agent import ORDERS, NodeAgent
-from ttprun.protocol import from_rank, node_orders, node_reports, standby_messages
+from ttprun.protocol import from_rank, node_messages, standby_messages
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Message, Refused, decode, encode
 from ttprun.protocol.process_orders import Action, Rewind
@@ -137,7 +137,7 @@ def test_messages_of_both_directions_have_names_of_their_own() -> None:
 
 def test_every_action_of_the_machine_and_every_order_to_a_node_has_exactly_one_row() -> None:
     assert ACTIONS.keys() == {*Action.__subclasses__()}
-    assert ORDERS.keys() == {*typing.get_args(node_orders.Order)}
+    assert ORDERS.keys() == {*typing.get_args(node_messages.Order)}
     for rows, carrier in ((ACTIONS, Coordinator), (ORDERS, NodeAgent)):
         own = [method for method in rows.values() if "." not in method]
         assert all(hasattr(carrier, method) for method in own)
@@ -166,7 +166,7 @@ def test_the_agent_that_leads_takes_every_message_of_a_rank_by_one_table_but_for
     ],
 )
 def test_what_another_node_says_of_ranks_that_are_not_there_is_refused(message: Message, reason: str) -> None:
-    assert node_reports.why_unfit(message, 2) == reason
+    assert node_messages.why_unfit(message, 2) == reason
 
 
 _AT_ONCE = """

@@ -42,7 +42,7 @@ from ttprun.observe.events import read_events, read_history
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import parse_status
 from ttprun.observe.topology import read_topology
-from ttprun.protocol import channel, meeting, node_reports
+from ttprun.protocol import channel, meeting, node_messages
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, decode, encode
 from ttprun.protocol.control_requests import Accepted
@@ -268,7 +268,7 @@ def open_listener(stack: ExitStack) -> Feed:
 
 def hellos() -> list[bytes]:
     """First messages of other agents; the token is another one each time."""
-    return [encode(meeting.Hello("a" * 32, 1, "10.0.0.2", {"the script": "abc"})), encode(node_reports.Leaving("x"))]
+    return [encode(meeting.Hello("a" * 32, 1, "10.0.0.2", {"the script": "abc"})), encode(node_messages.Leaving("x"))]
 
 
 def text_target(read: Callable[[str], Any], *errors: type[Exception]) -> Callable[[ExitStack], Feed]:

@@ -23,7 +23,14 @@ TREES = {
     if path.name != "reasons.py"
 }
 # Who says why not.
-SAYERS = {"give_up_protection", "note_hindrance", "report_mismatch", "RankUnprotected", "RankHindered", "restart_group"}
+SAYERS = {
+    "give_up_protection",
+    "note_hindrance",
+    "report_mismatch",
+    "RankUnprotected",
+    "RankHindered",
+    "take_lower_rung",
+}
 CUTS = {"search", "match", "fullmatch", "split", "findall", "sub", "startswith", "partition", "rpartition", "endswith"}
 OURS = {"reason", "why", "why_not", "cause", "sentence"}
 # What is looked for here was written by others: the script's exception, torch, argparse; or is the script's variable.
@@ -32,7 +39,7 @@ BY_OTHERS = {
     "agent/lead/incidents.py",
     "cli/run.py",
     "protocol/rank_events.py",
-    "recovery/losses.py",
+    "recovery/on_loss.py",
 }
 
 

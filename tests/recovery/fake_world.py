@@ -191,7 +191,7 @@ class FakeWorld:
         """The agent has failed, and a new one reports first which processes there are."""
         for rank, process in self.processes.items():
             member = self.job.members[rank]
-            if process.is_alive and member.pid is None and member.life is recovery.Life.LOST:
+            if process.is_alive and member.pid is None and member.life is recovery.RankState.LOST:
                 self.hear(RankStarted(rank=rank, pid=process.pid, at_s=0.0))
         for rank in [*self.job.alone, None]:
             self.hear(recovery.SupervisorRenewed(reason="a bug of ours", rank=rank, at_s=0.0))
@@ -386,14 +386,14 @@ class FakeWorld:
 
     def check_source(self, source: int, boundary: int) -> None:
         """State comes only from a rank that is whole and stands at the boundary."""
-        assert self.job.members[source].life is not recovery.Life.LOST
+        assert self.job.members[source].life is not recovery.RankState.LOST
         assert self.processes[source].is_whole
         assert self.processes[source].boundary == boundary
 
     def send_state(self, source: int, to: tuple[int, ...], generation: int, boundary: int) -> None:
         """The source sends, and each replacement loads, if both live."""
         assert to
-        assert all(self.job.members[rank].life is recovery.Life.LOST for rank in to)
+        assert all(self.job.members[rank].life is recovery.RankState.LOST for rank in to)
         assert {self.weights_of(rank) for rank in to} == {self.weights_of(source)}
         assert all(self.processes[rank].boundary == boundary for rank in to)
         if not self.processes[source].is_alive or self.processes[source].is_stuck:

@@ -33,7 +33,7 @@ class AloneWorld(FakeWorld):
     def train(self) -> None:
         """Each rank that can takes a step."""
         for rank, process in self.processes.items():
-            is_ready = self.job.members[rank].life is recovery.Life.LIVE
+            is_ready = self.job.members[rank].life is recovery.RankState.LIVE
             if is_ready and process.is_alive and process.is_whole and not process.is_stuck:
                 process.boundary += 1
 

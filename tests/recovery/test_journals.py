@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ttprun.recovery.journals import Difference, find_difference
+from ttprun.recovery.replicas import Difference, find_difference
 
 STEP = ["broadcast 8", "allreduce 64", "allreduce 32"]
 

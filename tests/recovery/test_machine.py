@@ -43,8 +43,8 @@ from ttprun.recovery import (
     machine,
     new_job,
 )
-from ttprun.recovery.losses import on_exit
 from ttprun.recovery.machine import Key, Transition
+from ttprun.recovery.on_loss import on_exit
 from ttprun.recovery.phases import unchanged
 
 

@@ -16,7 +16,7 @@ from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.rank_events import RankExited, RankStarted
 from ttprun.protocol.reason import Reason
 from ttprun.recovery import Settings
-from ttprun.recovery.members import CHUNK, Life, Member, MemberFlag, Members, flags_of
+from ttprun.recovery.members import CHUNK, Member, MemberFlag, Members, RankState, flags_of
 from ttprun.recovery.replicas import Looks, Replicas
 
 
@@ -125,8 +125,10 @@ def test_members_count_what_they_wait_for_as_a_scan_would() -> None:
     members = Members.of(Member(rank=rank) for rank in range(2 * CHUNK + 3))
 
     for rank in (0, CHUNK - 1, CHUNK, 2 * CHUNK + 2):
-        members = members.with_changed([Member(rank=rank, life=Life.LOST, hindrance=Reason(text="a loop"))])
-    members = members.with_each(lambda one: Member(rank=one.rank, life=Life.LOST, pid=1) if one.rank > 250 else one)
+        members = members.with_changed([Member(rank=rank, life=RankState.LOST, hindrance=Reason(text="a loop"))])
+    members = members.with_each(
+        lambda one: Member(rank=one.rank, life=RankState.LOST, pid=1) if one.rank > 250 else one
+    )
 
     assert members == Members.of(members)
     flags = [flag for name, flag in vars(MemberFlag).items() if name.isupper()]

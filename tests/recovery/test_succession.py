@@ -14,7 +14,7 @@ from ttprun.protocol.rank_events import RankExited
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery import Job, JobPhase, NodeLost, Saved, Settings, advance, known_of, new_job, succeed
-from ttprun.recovery.members import Life
+from ttprun.recovery.members import RankState
 from ttprun.recovery.replicas import Replicas
 
 COMPARED = Known(incidents=2, restarts=1, compared_at=1)
@@ -67,7 +67,7 @@ def test_what_the_ranks_had_reported_still_holds() -> None:
     unprotected, _ = advance(unprotected, lost_with_leader(0))
 
     assert [member.hindrance.text for member in job.members] == ["", "a lambda", ""]
-    assert job.members[2].life is Life.FINISHED
+    assert job.members[2].life is RankState.FINISHED
     assert job.restarts == 1
     assert unprotected.incident is not None or unprotected.phase is not JobPhase.RUNNING
     assert unprotected.phase is not JobPhase.FREEZING

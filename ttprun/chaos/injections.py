@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ttprun.agent.node.rank_processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
-from ttprun.protocol import from_rank, node_orders, to_rank
+from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
@@ -207,10 +207,10 @@ class Injections:
         return done
 
     def _strike(self, number: int, fault: Fault, slot: Row, is_reported: bool) -> None:
-        strike = node_orders.Strike(slot.rank, slot.pid, number, str(fault), is_reported)
+        strike = node_messages.Strike(slot.rank, slot.pid, number, str(fault), is_reported)
         self._node.order(slot.rank, strike)
 
-    def strike_here(self, strike: node_orders.Strike) -> None:
+    def strike_here(self, strike: node_messages.Strike) -> None:
         """Have a fault strike this node. A rank that has reported it has stopped itself, or waits."""
         fault, slot = parse_fault(strike.fault), self._node.process(strike.rank)
         if fault.kind in AGENT_KINDS:

@@ -1,6 +1,6 @@
 """How the agents of several nodes meet, and how slots, nodes and the lead pass from one to another.
 
-This file, `node_reports.py` and `node_orders.py` have what they send each other: one class per message, one line of
+This file and `node_messages.py` have what they send each other: one class per message, one line of
 JSON each (`codec.py`).
 
 One agent leads: the state machine runs there. Every other agent is a *follower*: it reports what happens to the ranks

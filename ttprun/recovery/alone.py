@@ -21,9 +21,9 @@ from ttprun.protocol.process_orders import Action, SpawnRank
 from ttprun.protocol.rank_events import Event, RankEvent, RepairEvent
 from ttprun.protocol.to_rank import LoadState, Replay, Resume
 from ttprun.recovery.job import Job, JobPhase
-from ttprun.recovery.leader_events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
-from ttprun.recovery.leader_orders import FailJob, FinishJob, RecordIncident, RestartGroup, SetDeadline
-from ttprun.recovery.members import Life, Member, MemberFlag, Members
+from ttprun.recovery.job_events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
+from ttprun.recovery.job_orders import FailJob, FinishJob, RecordIncident, RestartGroup, SetDeadline
+from ttprun.recovery.members import Member, MemberFlag, Members, RankState
 from ttprun.recovery.phases import Result
 
 _AT_REST = (JobPhase.RUNNING, JobPhase.DONE)
@@ -111,7 +111,7 @@ def as_own(job: Job, rank: int) -> Job:
 @functools.cache
 def all_away(world_size: int) -> Members:
     """The members of a rank's own job, before its own one is put among them."""
-    return Members.of(Member(rank=rank, life=Life.AWAY) for rank in range(world_size))
+    return Members.of(Member(rank=rank, life=RankState.AWAY) for rank in range(world_size))
 
 
 def _as_heard(job: Job, own: Job, event: Event) -> Event:

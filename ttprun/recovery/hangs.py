@@ -9,7 +9,7 @@ and one that works `busy_limit_s`. A stopped process is a suspect even if no ran
 If all ranks are in a collective and nothing moves, the connection is the suspect (`Stalled`), or the script, if they
 are in different ones.
 
-Read `HangWatch.look` first, then `hang_limits.py`.
+Read `HangWatch.look` first, then `observations.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ttprun.recovery.hang_limits import LEAST_LIMIT_S, PAUSE_LIMIT_S, SETUP_LIMIT_S, HangLimits
-from ttprun.recovery.observations import IN_COLLECTIVE, Doing, Observation, Track
+from ttprun.recovery.observations import (
+    IN_COLLECTIVE,
+    LEAST_LIMIT_S,
+    PAUSE_LIMIT_S,
+    SETUP_LIMIT_S,
+    Doing,
+    HangLimits,
+    Observation,
+    Track,
+)
 
 FORGOTTEN_PULSE_S = 3.0  # the pulse comes every second
 LOOK_AWAY_S = 2.0  # a longer time between two looks means that the agent itself was blocked

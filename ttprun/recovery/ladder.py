@@ -13,9 +13,10 @@ from ttprun.protocol.process_orders import Action, KillRank, SpawnRank
 from ttprun.protocol.rank_events import MismatchFound
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
+from ttprun.recovery.alone import as_own
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
-from ttprun.recovery.leader_events import Saved
-from ttprun.recovery.leader_orders import FailJob, FinishJob, NoteUnusable, Persist, Regroup, RestartGroup, SetDeadline
+from ttprun.recovery.job_events import Saved
+from ttprun.recovery.job_orders import FailJob, FinishJob, NoteUnusable, Persist, Regroup, RestartGroup, SetDeadline
 from ttprun.recovery.members import Member, MemberFlag
 from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of
 from ttprun.recovery.ways_back import begin_rewind, go_back, may_rewind, steps_reached, what_sends_back, why_no_rewind
@@ -80,7 +81,7 @@ def drain(job: Job, at_s: float, why: Reason) -> Result:
     why    no repair is possible, for the operator
     """
     if not job.survivors:
-        return restart_group(job, at_s, why) if job.lost else finish_job(job, at_s)
+        return take_lower_rung(job, at_s, why) if job.lost else finish_job(job, at_s)
     reason = reason_of(job, why)
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
@@ -89,7 +90,7 @@ def drain(job: Job, at_s: float, why: Reason) -> Result:
     return enter(job, JobPhase.DRAINING, at_s, actions, rung="restart", reason=reason)
 
 
-def restart_group(
+def take_lower_rung(
     job: Job, at_s: float, why: Reason, is_refusal: bool = True, is_trusted: bool = True, is_replayable: bool = True
 ) -> Result:
     """All ranks get new processes: rung "rewind" if there is a snapshot, else "restart"; else the job ends.
@@ -389,3 +390,39 @@ def begin_persisting(job: Job, at_s: float) -> Result:
     freeze = Freeze(job.survivors, job.generation, job.lost)
     deadline = SetDeadline(job.generation, HALT, job.settings.limits.halt_s)
     return enter(job, JobPhase.PERSISTING, at_s, (freeze, *kills, deadline))
+
+
+def cost_of_a_loss(job: Job) -> str:
+    """Completes "if a rank is lost, ", for a job whose ranks cannot be replaced."""
+    if may_rewind(job):
+        return f"all ranks go back to the snapshot of step {job.snapshot}, and the steps since then are lost"
+    settings = job.settings
+    is_limited = settings.max_restarts is not None
+    if "restart" in settings.rungs and (not is_limited or job.restarts < (settings.max_restarts or 0)):
+        return "all ranks start again from the top of the script, and what it has not saved itself is lost"
+    # Else no launch could resume from what is saved: no replay reaches it, or the lost rank's own part is missing.
+    if may_persist(job) and not job.hindrance and not job.replicas.needs_snapshots:
+        return "the job ends once its state is saved"
+    return (
+        "the job ends, and what the script has not saved itself is lost (with --max-restarts N all ranks would start "
+        "again from its top)"
+    )
+
+
+def cost_of_a_loss_alone(job: Job, rank: int, every_s: float | None, kept: int | None = None) -> str:
+    """Completes "if rank 1 is lost, ", for a rank that is alone.
+
+    every_s  seconds between two states that it keeps of itself; 0: it keeps one after each step; None: it keeps none
+    kept     boundary of one that it has kept before
+    """
+    if every_s is None and kept:
+        return f"it alone goes back to its step {kept}, and its steps since are lost"
+    if every_s is None:
+        if job.settings.world_size == 1:
+            return f"it goes back to its snapshot of step {job.snapshot}" if may_rewind(job) else cost_of_a_loss(job)
+        has_joined = as_own(job, rank).members[rank].has_joined
+        may_begin_anew = "rewind" in job.settings.rungs and not has_joined
+        return "it alone begins anew, and its steps are lost" if may_begin_anew else cost_of_a_loss(job)
+    if every_s:
+        return f"it alone goes back to the newest such state, one every {every_s:.1f} s, and loses its steps since"
+    return "it alone is replaced, and loses no step: it keeps one after each"

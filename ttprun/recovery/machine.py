@@ -5,7 +5,7 @@ are listed too, with the reason; a missing pair is our bug, and raises.
 
 A rank that trains without a process group is a job of its own with the same table: `alone.py`.
 
-Read TRANSITIONS first, then `losses.answer_fault`.
+Read TRANSITIONS first, then `on_loss.answer_fault`.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ from ttprun.protocol.rank_events import (
     SpawnFailed,
     StopAsked,
 )
-from ttprun.recovery import alone, hung, leaving, losses, persist, planned, regroup, renewal, repair, resize
-from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankHung
-from ttprun.recovery.frozen import changed
+from ttprun.recovery import alone, on_hang, on_leave, on_loss, on_request, persist, repair, resize, takeover
 from ttprun.recovery.job import Job
 from ttprun.recovery.job import JobPhase as P
-from ttprun.recovery.leader_events import (
+from ttprun.recovery.job_events import (
     CheckpointAsked,
+    ConnectionBroken,
     DeadlinePassed,
     DowngradeAsked,
     ElasticDeclared,
     GroupResized,
     GroupRestarted,
+    NodeLost,
+    RankDiverged,
+    RankHung,
     RanksCompared,
     ReplacementAsked,
     ResizeAsked,
@@ -59,8 +61,8 @@ from ttprun.recovery.leader_events import (
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.machine_errors import ForbiddenTransition, MachineError, MissingTransition
-from ttprun.recovery.phases import Result, unchanged
+from ttprun.recovery.members import changed
+from ttprun.recovery.phases import ForbiddenTransition, MachineError, MissingTransition, Result, unchanged
 
 STORY_LENGTH = 40
 
@@ -109,8 +111,8 @@ OVER = (P.REPLAYING, P.RESTARTING, P.FAILED)
 ANSWERS = (P.FREEZING, P.DRAINING, *DOWN)
 
 NOTED: dict[type[Event], Handler] = {
-    RankProtected: losses.on_protected,
-    RankHindered: losses.on_hindered,
+    RankProtected: on_loss.on_protected,
+    RankHindered: on_loss.on_hindered,
     RankTrainsAlone: alone.on_trains_alone,
     RankJoined: alone.on_joined,
     SnapshotTaken: persist.on_snapshot,
@@ -126,8 +128,8 @@ def noted(phase: P) -> dict[Key, Transition]:
 def begun_anew(phase: P) -> dict[Key, Transition]:
     """Lines of the table for a group that the agent has started again."""
     return {
-        (phase, GroupRestarted): row(losses.on_group_restarted, P.RUNNING),
-        (phase, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
+        (phase, GroupRestarted): row(on_loss.on_group_restarted, P.RUNNING),
+        (phase, GroupResized): row(on_request.on_group_resized, P.REPLAYING, P.RUNNING),
     }
 
 
@@ -139,8 +141,8 @@ def in_repair(phase: P) -> dict[Key, Transition]:
         **ignored(phase, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked),
         **ignored(phase, "a repair comes first", ResizeAsked),
         **ignored(phase, "all ranks have been started", ResumeAsked),
-        (phase, DeadlinePassed): row(hung.on_deadline, phase, *ANSWERS),
-        (phase, SupervisorRenewed): row(renewal.on_renewed_in_repair, *ANSWERS),
+        (phase, DeadlinePassed): row(on_hang.on_deadline, phase, *ANSWERS),
+        (phase, SupervisorRenewed): row(takeover.on_renewed_in_repair, *ANSWERS),
     }
 
 
@@ -148,11 +150,11 @@ def before_resuming(phase: P) -> dict[Key, Transition]:
     """Lines of the table that the phases of a repair share as long as no connection is made again."""
     return {
         **in_repair(phase),
-        (phase, RankUnprotected): row(losses.on_unprotected_in_repair, *DOWN),
-        (phase, RankFaulted): row(losses.on_faulted, *ANSWERS),
-        (phase, RankHung): row(hung.on_unfit, *ANSWERS),
-        (phase, RankDiverged): row(hung.on_unfit, *ANSWERS),
-        (phase, StopAsked): row(losses.on_stop, *END),
+        (phase, RankUnprotected): row(on_loss.on_unprotected_in_repair, *DOWN),
+        (phase, RankFaulted): row(on_loss.on_faulted, *ANSWERS),
+        (phase, RankHung): row(on_hang.on_unfit, *ANSWERS),
+        (phase, RankDiverged): row(on_hang.on_unfit, *ANSWERS),
+        (phase, StopAsked): row(on_loss.on_stop, *END),
         **ignored(phase, "all connections are cut anyway", ConnectionBroken),
     }
 
@@ -162,22 +164,22 @@ TRANSITIONS: dict[Key, Transition] = {
     **begun_anew(P.RUNNING),
     (P.RUNNING, RankStarted): row(resize.unless_away(repair.on_started), P.RUNNING),
     (P.RUNNING, SpawnFailed): row(resize.forget_spawn, P.RUNNING),
-    (P.RUNNING, RankUnprotected): row(losses.on_unprotected, P.RUNNING),
-    (P.RUNNING, RanksCompared): row(losses.on_compared, P.RUNNING),
-    (P.RUNNING, RankExited): row(losses.on_exit, P.RUNNING, P.DONE, *ANSWERS),
-    (P.RUNNING, RankFaulted): row(losses.on_faulted, *ANSWERS),
-    (P.RUNNING, RankHung): row(hung.on_unfit, P.RUNNING, *ANSWERS),
-    (P.RUNNING, NodeLost): row(losses.on_node_lost, P.RUNNING, *ANSWERS),
-    (P.RUNNING, RankDiverged): row(hung.on_unfit, *ANSWERS),
-    (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
-    (P.RUNNING, ReplacementAsked): row(planned.on_replacement_asked, P.RUNNING, P.FREEZING),
-    (P.RUNNING, UpgradeAsked): row(planned.on_upgrade_asked, P.RUNNING, P.FREEZING),
+    (P.RUNNING, RankUnprotected): row(on_loss.on_unprotected, P.RUNNING),
+    (P.RUNNING, RanksCompared): row(on_loss.on_compared, P.RUNNING),
+    (P.RUNNING, RankExited): row(on_loss.on_exit, P.RUNNING, P.DONE, *ANSWERS),
+    (P.RUNNING, RankFaulted): row(on_loss.on_faulted, *ANSWERS),
+    (P.RUNNING, RankHung): row(on_hang.on_unfit, P.RUNNING, *ANSWERS),
+    (P.RUNNING, NodeLost): row(on_loss.on_node_lost, P.RUNNING, *ANSWERS),
+    (P.RUNNING, RankDiverged): row(on_hang.on_unfit, *ANSWERS),
+    (P.RUNNING, ConnectionBroken): row(on_hang.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
+    (P.RUNNING, ReplacementAsked): row(on_request.on_replacement_asked, P.RUNNING, P.FREEZING),
+    (P.RUNNING, UpgradeAsked): row(on_request.on_upgrade_asked, P.RUNNING, P.FREEZING),
     **ignored(P.RUNNING, "no rank is lost", DowngradeAsked),
-    (P.RUNNING, MismatchFound): row(losses.on_mismatch_in_running, *DOWN),
-    (P.RUNNING, StopAsked): row(losses.on_stop, *END),
+    (P.RUNNING, MismatchFound): row(on_loss.on_mismatch_in_running, *DOWN),
+    (P.RUNNING, StopAsked): row(on_loss.on_stop, *END),
     (P.RUNNING, ResumeAsked): row(persist.on_resume_asked, P.REPLAYING),
     (P.RUNNING, CheckpointAsked): row(persist.on_checkpoint_asked, P.RUNNING, P.PERSISTING),
-    (P.RUNNING, ResizeAsked): row(regroup.on_resize_asked, P.RUNNING, P.PERSISTING),
+    (P.RUNNING, ResizeAsked): row(on_request.on_resize_asked, P.RUNNING, P.PERSISTING),
     **ignored(P.RUNNING, "it came too late", StatePersisted),
     **ignored(P.RUNNING, "reported twice: its repair is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     **ignored(P.RUNNING, "reported twice: its repair is over", RankRebuilt, RankReissued),
@@ -187,81 +189,81 @@ TRANSITIONS: dict[Key, Transition] = {
     **before_resuming(P.FREEZING),
     (P.FREEZING, RankStarted): row(resize.unless_away(repair.on_started_in_freezing), P.FREEZING, P.RESUMING),
     (P.FREEZING, SpawnFailed): row(resize.on_spawn_failed, P.FREEZING, *DOWN),
-    (P.FREEZING, RanksCompared): row(losses.on_compared, P.FREEZING),
-    (P.FREEZING, RankExited): row(losses.on_exit_in_repair, P.DONE, *ANSWERS),
+    (P.FREEZING, RanksCompared): row(on_loss.on_compared, P.FREEZING),
+    (P.FREEZING, RankExited): row(on_loss.on_exit_in_repair, P.DONE, *ANSWERS),
     (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, *DOWN),
     (P.FREEZING, MismatchFound): row(repair.give_up_on_mismatch, *DOWN),
-    (P.FREEZING, NodeLost): row(losses.on_node_lost, *ANSWERS),
-    (P.FREEZING, DowngradeAsked): row(planned.on_downgrade_asked, P.FREEZING),
+    (P.FREEZING, NodeLost): row(on_loss.on_node_lost, *ANSWERS),
+    (P.FREEZING, DowngradeAsked): row(on_request.on_downgrade_asked, P.FREEZING),
     **ignored(P.FREEZING, "not asked for yet", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
     **before_resuming(P.REPLAYING),
     (P.REPLAYING, RankStarted): row(resize.unless_away(repair.on_started_in_replaying), P.REPLAYING, P.RESUMING),
     (P.REPLAYING, SpawnFailed): row(resize.on_spawn_failed, P.FREEZING, *DOWN),
-    (P.REPLAYING, RanksCompared): row(losses.on_compared_in_repair, P.REPLAYING, *DOWN),
-    (P.REPLAYING, RankExited): row(losses.on_exit_in_repair, *ANSWERS),
+    (P.REPLAYING, RanksCompared): row(on_loss.on_compared_in_repair, P.REPLAYING, *DOWN),
+    (P.REPLAYING, RankExited): row(on_loss.on_exit_in_repair, *ANSWERS),
     (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, *DOWN),
-    (P.REPLAYING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
-    (P.REPLAYING, NodeLost): row(losses.on_node_lost, P.REPLAYING, *ANSWERS),
-    (P.REPLAYING, DowngradeAsked): row(planned.on_downgrade_asked, P.REPLAYING, P.FREEZING),
+    (P.REPLAYING, MismatchFound): row(on_hang.on_mismatch, P.FREEZING, *DOWN),
+    (P.REPLAYING, NodeLost): row(on_loss.on_node_lost, P.REPLAYING, *ANSWERS),
+    (P.REPLAYING, DowngradeAsked): row(on_request.on_downgrade_asked, P.REPLAYING, P.FREEZING),
     **ignored(P.REPLAYING, "reported twice: all survivors are quiesced", RankFrozen),
     **ignored(P.REPLAYING, "not asked for yet", StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
     **before_resuming(P.TRANSFERRING),
     (P.TRANSFERRING, RankStarted): row(resize.unless_away(repair.on_started), P.TRANSFERRING),
     (P.TRANSFERRING, SpawnFailed): row(resize.on_spawn_failed, P.TRANSFERRING, P.FREEZING, *DOWN),
-    (P.TRANSFERRING, RanksCompared): row(losses.on_compared_in_repair, P.TRANSFERRING, *DOWN),
-    (P.TRANSFERRING, RankExited): row(losses.on_exit_in_repair, *ANSWERS),
+    (P.TRANSFERRING, RanksCompared): row(on_loss.on_compared_in_repair, P.TRANSFERRING, *DOWN),
+    (P.TRANSFERRING, RankExited): row(on_loss.on_exit_in_repair, *ANSWERS),
     (P.TRANSFERRING, StateSent): row(repair.on_state_sent, P.TRANSFERRING, P.RESUMING, *DOWN),
     (P.TRANSFERRING, RankRepaired): row(repair.on_repaired, P.TRANSFERRING, P.RESUMING, *DOWN),
-    (P.TRANSFERRING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
-    (P.TRANSFERRING, NodeLost): row(losses.on_node_lost, P.TRANSFERRING, *ANSWERS),
-    (P.TRANSFERRING, DowngradeAsked): row(planned.on_downgrade_asked, P.TRANSFERRING, P.FREEZING),
+    (P.TRANSFERRING, MismatchFound): row(on_hang.on_mismatch, P.FREEZING, *DOWN),
+    (P.TRANSFERRING, NodeLost): row(on_loss.on_node_lost, P.TRANSFERRING, *ANSWERS),
+    (P.TRANSFERRING, DowngradeAsked): row(on_request.on_downgrade_asked, P.TRANSFERRING, P.FREEZING),
     **ignored(P.TRANSFERRING, "reported twice: its phase is over", RankFrozen, RankReplayed),
     **ignored(P.TRANSFERRING, "not asked for yet", RankRebuilt, RankReissued),
     #
     **in_repair(P.RESUMING),
     (P.RESUMING, RankStarted): row(resize.unless_away(repair.on_started), P.RESUMING),
     (P.RESUMING, SpawnFailed): row(resize.on_spawn_failed, P.RESUMING, P.FREEZING, *DOWN),
-    (P.RESUMING, RankUnprotected): row(persist.unless_ending(losses.on_unprotected_in_repair), *DOWN),
-    (P.RESUMING, RanksCompared): row(losses.on_compared, P.RESUMING),
+    (P.RESUMING, RankUnprotected): row(persist.unless_ending(on_loss.on_unprotected_in_repair), *DOWN),
+    (P.RESUMING, RanksCompared): row(on_loss.on_compared, P.RESUMING),
     (P.RESUMING, RankExited): row(
-        persist.unless_ending(losses.on_exit_in_repair), P.RESUMING, P.RUNNING, P.DONE, *ANSWERS
+        persist.unless_ending(on_loss.on_exit_in_repair), P.RESUMING, P.RUNNING, P.DONE, *ANSWERS
     ),
     (P.RESUMING, RankRebuilt): row(repair.on_rebuilt, P.RESUMING, P.RUNNING, P.FAILED),
     (P.RESUMING, RankReissued): row(repair.on_reissued, P.RESUMING, P.RUNNING, P.FAILED),
-    (P.RESUMING, ConnectionBroken): row(persist.unless_ending(hung.on_connection_broken_again), *ANSWERS),
-    (P.RESUMING, MismatchFound): row(persist.unless_ending(hung.on_mismatch), *ANSWERS),
-    (P.RESUMING, RankFaulted): row(persist.unless_ending(losses.on_faulted), *ANSWERS),
-    (P.RESUMING, RankHung): row(persist.unless_ending(hung.on_unfit), P.RESUMING, *ANSWERS),
-    (P.RESUMING, NodeLost): row(persist.unless_ending(losses.on_node_lost), P.RESUMING, *ANSWERS),
-    (P.RESUMING, RankDiverged): row(persist.unless_ending(hung.on_unfit), *ANSWERS),
+    (P.RESUMING, ConnectionBroken): row(persist.unless_ending(on_hang.on_connection_broken_again), *ANSWERS),
+    (P.RESUMING, MismatchFound): row(persist.unless_ending(on_hang.on_mismatch), *ANSWERS),
+    (P.RESUMING, RankFaulted): row(persist.unless_ending(on_loss.on_faulted), *ANSWERS),
+    (P.RESUMING, RankHung): row(persist.unless_ending(on_hang.on_unfit), P.RESUMING, *ANSWERS),
+    (P.RESUMING, NodeLost): row(persist.unless_ending(on_loss.on_node_lost), P.RESUMING, *ANSWERS),
+    (P.RESUMING, RankDiverged): row(persist.unless_ending(on_hang.on_unfit), *ANSWERS),
     **ignored(P.RESUMING, "the replacements are there", DowngradeAsked),
-    (P.RESUMING, StopAsked): row(persist.unless_ending(losses.on_stop), *END),
+    (P.RESUMING, StopAsked): row(persist.unless_ending(on_loss.on_stop), *END),
     **ignored(P.RESUMING, "reported twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     #
     **noted(P.PERSISTING),
     **begun_anew(P.PERSISTING),
     (P.PERSISTING, RankFrozen): row(persist.on_frozen_to_persist, P.PERSISTING, P.RESUMING, *OVER),
     (P.PERSISTING, StatePersisted): row(persist.on_persisted, P.RESUMING, *OVER),
-    (P.PERSISTING, RankStarted): row(resize.unless_away(losses.on_started_in_vain), P.PERSISTING),
+    (P.PERSISTING, RankStarted): row(resize.unless_away(on_loss.on_started_in_vain), P.PERSISTING),
     (P.PERSISTING, SpawnFailed): row(resize.forget_spawn, P.PERSISTING),
-    (P.PERSISTING, RankUnprotected): row(losses.on_unprotected, P.PERSISTING),
-    (P.PERSISTING, RanksCompared): row(losses.on_compared, P.PERSISTING),
+    (P.PERSISTING, RankUnprotected): row(on_loss.on_unprotected, P.PERSISTING),
+    (P.PERSISTING, RanksCompared): row(on_loss.on_compared, P.PERSISTING),
     (P.PERSISTING, RankExited): row(
-        regroup.unless_resizing(persist.on_exit_to_persist), P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS
+        on_request.unless_resizing(persist.on_exit_to_persist), P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS
     ),
     (P.PERSISTING, RankFaulted): row(
-        regroup.unless_resizing(persist.on_faulted_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
+        on_request.unless_resizing(persist.on_faulted_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
     ),
     (P.PERSISTING, NodeLost): row(
-        regroup.unless_resizing(persist.on_node_lost_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
+        on_request.unless_resizing(persist.on_node_lost_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
     ),
     (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, *OVER),
     (P.PERSISTING, DeadlinePassed): row(
-        regroup.unless_resizing(persist.on_deadline_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
+        on_request.unless_resizing(persist.on_deadline_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
     ),
-    (P.PERSISTING, SupervisorRenewed): row(renewal.on_renewed_while_persisting, P.PERSISTING),
+    (P.PERSISTING, SupervisorRenewed): row(takeover.on_renewed_while_persisting, P.PERSISTING),
     (P.PERSISTING, StopAsked): row(persist.on_stop_while_persisting, P.PERSISTING),
     **ignored(P.PERSISTING, "one is being written", CheckpointAsked, ResizeAsked),
     **ignored(P.PERSISTING, "it comes first, and whoever asked is informed", ReplacementAsked, UpgradeAsked),
@@ -272,15 +274,15 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.PERSISTING, "the repair was abandoned", RankRebuilt, RankReissued),
     #
     **begun_anew(P.DRAINING),
-    (P.DRAINING, RankStarted): row(resize.unless_away(losses.on_started_in_vain), P.DRAINING),
+    (P.DRAINING, RankStarted): row(resize.unless_away(on_loss.on_started_in_vain), P.DRAINING),
     (P.DRAINING, SpawnFailed): row(resize.forget_spawn, P.DRAINING),
-    (P.DRAINING, RankExited): row(losses.on_exit_while_draining, P.DRAINING, P.DONE, *DOWN),
-    (P.DRAINING, RankFaulted): row(losses.on_faulted_while_draining, P.DRAINING, *DOWN),
-    (P.DRAINING, NodeLost): row(losses.on_node_lost_while_draining, P.DRAINING, P.DONE, *DOWN),
-    (P.DRAINING, DeadlinePassed): row(leaving.on_drain_deadline, P.DRAINING, *DOWN),
-    (P.DRAINING, RankFrozen): row(leaving.on_frozen_while_draining, P.DRAINING, *DOWN),
-    (P.DRAINING, SupervisorRenewed): row(renewal.on_renewed_while_draining, P.DRAINING),
-    (P.DRAINING, StopAsked): row(losses.on_stop, *END),
+    (P.DRAINING, RankExited): row(on_loss.on_exit_while_draining, P.DRAINING, P.DONE, *DOWN),
+    (P.DRAINING, RankFaulted): row(on_loss.on_faulted_while_draining, P.DRAINING, *DOWN),
+    (P.DRAINING, NodeLost): row(on_loss.on_node_lost_while_draining, P.DRAINING, P.DONE, *DOWN),
+    (P.DRAINING, DeadlinePassed): row(on_leave.on_drain_deadline, P.DRAINING, *DOWN),
+    (P.DRAINING, RankFrozen): row(on_leave.on_frozen_while_draining, P.DRAINING, *DOWN),
+    (P.DRAINING, SupervisorRenewed): row(takeover.on_renewed_while_draining, P.DRAINING),
+    (P.DRAINING, StopAsked): row(on_loss.on_stop, *END),
     **ignored(
         P.DRAINING,
         "nothing can be repaired or written any more",
@@ -292,7 +294,7 @@ TRANSITIONS: dict[Key, Transition] = {
         ReplacementAsked,
         *OF_SIZE,
     ),
-    (P.DRAINING, ConnectionBroken): row(leaving.on_broken_while_draining, *DOWN),
+    (P.DRAINING, ConnectionBroken): row(on_leave.on_broken_while_draining, *DOWN),
     **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
     **ignored(P.DRAINING, "nothing will be repaired any more", *OF_MEMBERSHIP, RanksCompared, RankHindered),
@@ -300,8 +302,8 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.DRAINING, "the repair was abandoned", RankRebuilt, RankReissued),
     #
     **begun_anew(P.RESTARTING),
-    (P.RESTARTING, StopAsked): row(losses.on_stop, P.FAILED),
-    (P.RESTARTING, SupervisorRenewed): row(renewal.on_renewed_while_restarting, P.RESTARTING),
+    (P.RESTARTING, StopAsked): row(on_loss.on_stop, P.FAILED),
+    (P.RESTARTING, SupervisorRenewed): row(takeover.on_renewed_while_restarting, P.RESTARTING),
     **ignored(P.RESTARTING, "a consequence of a group that has ended", *OF_CHECKPOINTS),
     **ignored(P.RESTARTING, "the agent is ending this process", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.RESTARTING, "all ranks are replaced anyway", NodeLost),
@@ -316,8 +318,8 @@ TRANSITIONS: dict[Key, Transition] = {
 for _, _event_type in [key for key in TRANSITIONS if key[0] is P.RUNNING]:
     TRANSITIONS |= ignored(P.DONE, "the job is over", _event_type) | ignored(P.FAILED, "the job is over", _event_type)
 TRANSITIONS |= {
-    (P.DONE, SupervisorRenewed): row(renewal.on_renewed_when_done, P.DONE),
-    (P.FAILED, SupervisorRenewed): row(renewal.on_renewed_when_failed, P.FAILED),
+    (P.DONE, SupervisorRenewed): row(takeover.on_renewed_when_done, P.DONE),
+    (P.FAILED, SupervisorRenewed): row(takeover.on_renewed_when_failed, P.FAILED),
 }
 
 # A union that is made for each event takes longer than the check.

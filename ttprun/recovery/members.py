@@ -10,19 +10,33 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, islice
+from typing import Any, TypeVar
 
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.meeting import GroupMembership
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.frozen import changed
-from ttprun.recovery.leader_events import ElasticDeclared
+from ttprun.recovery.job_events import ElasticDeclared
+
+T = TypeVar("T")
+
+
+def changed(instance: T, **changes: Any) -> T:
+    """A copy with some fields changed, of a dataclass without slots. AttributeError if it has no such field."""
+    before = vars(instance)
+    after = before | changes
+    if len(after) != len(before):
+        raise AttributeError(f"{type(instance).__name__} has no {', '.join(changes.keys() - before.keys())}")
+    made = object.__new__(type(instance))
+    object.__setattr__(made, "__dict__", after)
+    return made
+
 
 CHUNK = 128
 COUNT_BITS = 32  # each, all in one number: they change all at once
 _MOST = (1 << COUNT_BITS) - 1
 
 
-class Life(Enum):
+class RankState(Enum):
     """The state of a rank."""
 
     LIVE = "live"  # a full member of the group: it may be a survivor and a source
@@ -54,7 +68,7 @@ class Member:
 
     rank: int
     pid: int | None = None
-    life: Life = Life.LIVE
+    life: RankState = RankState.LIVE
     is_rerun: bool = False
     is_protected: bool = False
     membership: GroupMembership = GroupMembership.UNKNOWN
@@ -76,7 +90,7 @@ class Member:
     @property
     def needs_process(self) -> bool:
         """Whether it is lost and needs a new process: one that has had orders may be anywhere in the script."""
-        return self.life is Life.LOST and (self.pid is None or self.has_orders)
+        return self.life is RankState.LOST and (self.pid is None or self.has_orders)
 
     @property
     def has_answers(self) -> bool:
@@ -87,7 +101,7 @@ class Member:
 
     def as_lost(self, at_s: float) -> Member:
         """The lost rank, whose new process was requested at that time."""
-        place = Member(rank=self.rank, life=Life.LOST, spawn_asked_at_s=at_s)
+        place = Member(rank=self.rank, life=RankState.LOST, spawn_asked_at_s=at_s)
         return replace(
             place, membership=self.membership, has_joined=self.has_joined, is_without_node=self.is_without_node
         )
@@ -133,15 +147,15 @@ class MemberFlag:
 
 
 OF_LIFE = {
-    Life.LIVE: MemberFlag.IS_LIVE,
-    Life.LOST: MemberFlag.IS_LOST,
-    Life.FINISHED: MemberFlag.IS_FINISHED,
-    Life.AWAY: MemberFlag.IS_AWAY,
+    RankState.LIVE: MemberFlag.IS_LIVE,
+    RankState.LOST: MemberFlag.IS_LOST,
+    RankState.FINISHED: MemberFlag.IS_FINISHED,
+    RankState.AWAY: MemberFlag.IS_AWAY,
 }
 
 
 # Looking up an enum's member takes longer than all else that is done with it here.
-_LIVE, _LOST, _UNKNOWN, _ALONE = Life.LIVE, Life.LOST, GroupMembership.UNKNOWN, GroupMembership.ALONE
+_LIVE, _LOST, _UNKNOWN, _ALONE = RankState.LIVE, RankState.LOST, GroupMembership.UNKNOWN, GroupMembership.ALONE
 
 
 def flags_of(member: Member) -> int:

@@ -19,27 +19,22 @@ from ttprun.protocol.process_orders import Action, KillRank
 from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, StopAsked
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Resume
-from ttprun.recovery.fault_events import NodeLost
 from ttprun.recovery.job import Ending, Job, JobPhase
-from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, holds_state, stopped_by, why_not_saved
-from ttprun.recovery.leader_events import (
+from ttprun.recovery.job_events import (
     CheckpointAsked,
     DeadlinePassed,
+    NodeLost,
     ResumeAsked,
     Saved,
     SnapshotTaken,
     StatePersisted,
 )
-from ttprun.recovery.leader_orders import GiveUpCheckpoint, NoteUnusable, Persist
-from ttprun.recovery.leaving import let_others_finish, mark_finished
-from ttprun.recovery.losses import (
-    answer_fault,
-    is_of_script,
-    on_faulted,
-    on_node_lost,
-    without_nodes,
-)
-from ttprun.recovery.members import Life
+from ttprun.recovery.job_orders import GiveUpCheckpoint, NoteUnusable, Persist
+from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, holds_state, stopped_by, why_not_saved
+from ttprun.recovery.members import RankState
+from ttprun.recovery.on_leave import let_others_finish, mark_finished
+from ttprun.recovery.on_loss import answer_fault, is_of_script, on_faulted, on_node_lost, without_nodes
+from ttprun.recovery.on_request import is_resizing, keep_nodes, on_saved_to_resize
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     HALT,
@@ -50,7 +45,6 @@ from ttprun.recovery.phases import (
     open_resume,
     unchanged,
 )
-from ttprun.recovery.regroup import is_resizing, keep_nodes, on_saved_to_resize
 from ttprun.recovery.repair import is_anyone_moving, why_survivors_disagree
 from ttprun.recovery.ways_back import go_back, steps_reached
 
@@ -66,7 +60,7 @@ def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
 def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
     """A new launch resumes from a checkpoint: its ranks start as in a rewind, but their processes are being started."""
     newest = event.saved[0]
-    members = job.members.with_each(lambda member: replace(member, life=Life.LOST, spawn_asked_at_s=event.at_s))
+    members = job.members.with_each(lambda member: replace(member, life=RankState.LOST, spawn_asked_at_s=event.at_s))
     job = replace(job, members=members, saved=event.saved, is_resumed=True, replicas=event.replicas)
     why = f"a checkpoint of step {newest.boundary} was found ({newest.place})"
     return go_back(open_resume(job, event.at_s, why), event.at_s, newest, Reason(text=why))
@@ -81,7 +75,7 @@ def on_checkpoint_asked(job: Job, event: CheckpointAsked) -> Result:
 def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
     """A rank is quiesced; when all are, they write."""
     member = job.members[event.rank]
-    if member.life is not Life.LIVE or member.frozen is not None or job.persists_at is not None:
+    if member.life is not RankState.LIVE or member.frozen is not None or job.persists_at is not None:
         return unchanged(job, event)
     job = job.with_member(event.rank, frozen=event)
     if is_anyone_moving(job):
@@ -203,7 +197,7 @@ def on_exit_to_persist(job: Job, event: RankExited) -> Result:
         return go_on(mark_finished(job, event), event.at_s, why_not)
     if job.ending is None:
         return giving_up(job, event.sentence, answer_fault(job, event))
-    job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
+    job = job.with_member(event.rank, pid=None, life=RankState.LOST, is_protected=False)
     return begin_persisting(job, event.at_s) if holds_state(job) else go_on(job, event.at_s, "all ranks were lost")
 
 
@@ -211,9 +205,9 @@ def on_node_lost_to_persist(job: Job, event: NodeLost) -> Result:
     """Ranks are lost with their node: if the job ends, the others write without them, otherwise they are replaced."""
     if job.ending is None:
         return giving_up(job, event.sentence, on_node_lost(job, event))
-    gone = (job.members[rank] for rank in event.ranks if job.members[rank].life is not Life.FINISHED)
-    job = job.with_members(*(replace(member, pid=None, life=Life.LOST, is_protected=False) for member in gone))
-    job = without_nodes(job, tuple(rank for rank in event.ranks if job.members[rank].life is Life.LOST))
+    gone = (job.members[rank] for rank in event.ranks if job.members[rank].life is not RankState.FINISHED)
+    job = job.with_members(*(replace(member, pid=None, life=RankState.LOST, is_protected=False) for member in gone))
+    job = without_nodes(job, tuple(rank for rank in event.ranks if job.members[rank].life is RankState.LOST))
     return begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, "all ranks were lost")
 
 
@@ -221,7 +215,7 @@ def on_faulted_to_persist(job: Job, event: RankFaulted) -> Result:
     """The script has ended in one rank, and its process waits for orders."""
     if job.ending is None:
         return giving_up(job, event.sentence, on_faulted(job, event))
-    job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
+    job = job.with_member(event.rank, pid=None, life=RankState.LOST, is_protected=False)
     kill = KillRank(event.rank, "the job ends")
     job, actions = begin_persisting(job, event.at_s) if holds_state(job) else go_on(job, event.at_s, event.sentence)
     return job, (kill, *actions)
@@ -246,7 +240,7 @@ def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
         return go_on(job, event.at_s, why_not)
     kills = tuple(KillRank(rank, why_not) for rank in guilty if job.members[rank].pid is not None)
     for rank in guilty:
-        job = job.with_member(rank, pid=None, life=Life.LOST, is_protected=False)
+        job = job.with_member(rank, pid=None, life=RankState.LOST, is_protected=False)
     job, actions = begin_persisting(job, event.at_s)
     return job, (*kills, *actions)
 

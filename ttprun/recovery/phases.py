@@ -1,6 +1,7 @@
-"""How phases begin, and how incidents are opened, counted and closed.
+"""How phases begin, how incidents are opened, counted and closed, and the machine's own errors.
 
-A function that answers an event returns a `Result`: the job as it is then, and the orders.
+A function that answers an event returns a `Result`: the job as it is then, and the orders. A `MachineError` carries the
+story, so that a report is enough to repeat it; the agent that catches one fails open: it continues as under torchrun.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from typing import Any
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import WINDOW_S, FaultsTold, Job, JobPhase, Opening
-from ttprun.recovery.leader_orders import RecordIncident, SetDeadline
+from ttprun.recovery.job import WINDOW_S, FaultsTold, Incident, Job, JobPhase, Opening
+from ttprun.recovery.job_orders import RecordIncident, SetDeadline
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -138,3 +138,30 @@ def reason_of(job: Job, why: Reason) -> Reason:
 def unchanged(job: Job, event: Event) -> Result:
     """The event needs no answer; its row says why."""
     return job, ()
+
+
+class MachineError(Exception):
+    """The machine or the agent has a bug.
+
+    what    is wrong, a sentence
+    job     before the event
+    event   that could not be handled
+    """
+
+    def __init__(self, what: str, job: Job, event: Event) -> None:
+        self.job = job
+        self.event = event
+        story = "\n".join(f"  {past!r}" for past in job.story)
+        super().__init__(f"{what}\nevent: {event!r}\nincident: {job.incident!r}\nnewest events before it:\n{story}")
+
+
+class MissingTransition(MachineError):
+    """No row of the table says what to do."""
+
+
+class ForbiddenTransition(MachineError):
+    """A handler has led to a phase that its row does not allow."""
+
+
+class UnexpectedStart(MachineError):
+    """A process was started for a rank that has one, or has finished: the rank's real process would go unwatched."""

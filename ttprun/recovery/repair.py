@@ -14,11 +14,10 @@ from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
 from ttprun.recovery.job import Job, JobPhase, name_ranks
-from ttprun.recovery.ladder import end_job, leave_group, restart_group, why_no_source
-from ttprun.recovery.leader_orders import FinishJob
-from ttprun.recovery.machine_errors import UnexpectedStart
-from ttprun.recovery.members import Life, Member, MemberFlag
-from ttprun.recovery.phases import Result, deadline_of, enter, unchanged
+from ttprun.recovery.job_orders import FinishJob
+from ttprun.recovery.ladder import end_job, leave_group, take_lower_rung, why_no_source
+from ttprun.recovery.members import Member, MemberFlag, RankState
+from ttprun.recovery.phases import Result, UnexpectedStart, deadline_of, enter, unchanged
 from ttprun.recovery.ways_back import steps_reached
 
 
@@ -27,7 +26,7 @@ def note_process(job: Job, event: RankStarted) -> Job:
     member = job.members[event.rank]
     if member.pid == event.pid:
         return job
-    if member.pid is not None or member.life is Life.FINISHED:
+    if member.pid is not None or member.life is RankState.FINISHED:
         raise UnexpectedStart(f"rank {event.rank} was started, but it needs no process", job, event)
     if member.spawn_asked_at_s is not None and job.incident is not None:
         spawn_s = max(job.incident.spawn_s or 0.0, event.at_s - member.spawn_asked_at_s)
@@ -50,7 +49,7 @@ def on_started_in_freezing(job: Job, event: RankStarted) -> Result:
 def on_frozen(job: Job, event: RankFrozen) -> Result:
     """A survivor is quiesced; its first answer counts."""
     member = job.members[event.rank]
-    if member.life is not Life.LIVE or member.frozen is not None:
+    if member.life is not RankState.LIVE or member.frozen is not None:
         return unchanged(job, event)
     job = job.with_member(event.rank, frozen=event)
     if is_anyone_moving(job):
@@ -58,7 +57,7 @@ def on_frozen(job: Job, event: RankFrozen) -> Result:
     job = job.with_incident(freeze_s=event.at_s - job.phase_since_s)
     disagreement = why_survivors_disagree(job)
     if disagreement:
-        return restart_group(job, event.at_s, disagreement, is_trusted=False)
+        return take_lower_rung(job, event.at_s, disagreement, is_trusted=False)
     return end_freezing(job.with_incident(boundary=event.boundary), event.at_s)
 
 
@@ -75,7 +74,7 @@ def end_freezing(job: Job, at_s: float) -> Result:
         return begin_resuming(job, at_s, source.boundary)
     why_not = why_no_source(job, job.lost, job.quiesced)
     if source.boundary > 0 and why_not:
-        return restart_group(job, at_s, why_not)
+        return take_lower_rung(job, at_s, why_not)
     if source.boundary > 0:
         job, replays = order_replays(job, job.lost)
         return enter(job, JobPhase.REPLAYING, at_s, (*replays, deadline_of(job, JobPhase.REPLAYING)))
@@ -129,7 +128,7 @@ def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
     """A replacement has started, and the boundary is known; if all start from the top, resume after the last one."""
     job = note_process(job, event)
     if job.rewind_to != 0:
-        return order_replays(job, (event.rank,) if job.members[event.rank].life is Life.LOST else ())
+        return order_replays(job, (event.rank,) if job.members[event.rank].life is RankState.LOST else ())
     if job.count(MemberFlag.MUST_START):
         return job, ()
     return begin_resuming(job, event.at_s, boundary=0, extra_s=job.settings.limits.replay_s)
@@ -139,10 +138,10 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
     """A replacement has reached the boundary; after the last one the sources send, or all load a snapshot."""
     target = job.target
     member = job.members[event.rank]
-    if target is None or member.life is not Life.LOST or not member.has_orders:
+    if target is None or member.life is not RankState.LOST or not member.has_orders:
         return unchanged(job, event)
     if event.boundary != target:
-        return restart_group(
+        return take_lower_rung(
             job,
             event.at_s,
             Reason("other-place", f"rank {event.rank} replayed up to step {event.boundary} instead of {target}"),
@@ -167,11 +166,11 @@ def order_transfers(job: Job, target: int) -> tuple[Job, tuple[LoadState | SendS
     receivers: dict[int, list[int]] = {}
     for rank, source in job.sources_of(job.lost).items():
         receivers.setdefault(source, []).append(rank)
-    loads = [LoadMirror(rank, job.generation, target) for rank in receivers if job.members[rank].life is Life.LOST]
+    loads = [LoadMirror(rank, job.generation, target) for rank in receivers if job.members[rank].life is RankState.LOST]
     senders = [
         replace(member, sends_to=tuple(receivers[member.rank]))
         for member in map(job.members.__getitem__, sorted(receivers))
-        if member.life is Life.LIVE
+        if member.life is RankState.LIVE
     ]
     sends = (SendState(member.rank, member.sends_to, job.generation, target) for member in senders)
     return job.with_members(*senders), (*sends, *loads)
@@ -186,7 +185,7 @@ def on_state_sent(job: Job, event: StateSent) -> Result:
 
 def on_repaired(job: Job, event: RankRepaired) -> Result:
     """A replacement has loaded the state."""
-    if job.members[event.rank].life is not Life.LOST:
+    if job.members[event.rank].life is not RankState.LOST:
         return unchanged(job, event)
     if event.boundary is not None:
         job = job.with_incident(boundary=event.boundary)
@@ -206,7 +205,7 @@ def end_transferring(job: Job, at_s: float) -> Result:
     why = next(filter(None, (why_not_as_sent(job, sender) for sender in senders)), Reason())
     why = why or why_not_as_mirrored(job, source)
     if why:
-        return restart_group(job, at_s, why, is_trusted=all(map(is_as_frozen, senders)))
+        return take_lower_rung(job, at_s, why, is_trusted=all(map(is_as_frozen, senders)))
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
     return begin_resuming(job, at_s, stands_at(job, source))
 
@@ -265,7 +264,7 @@ def end_loading(job: Job, at_s: float, boundary: int) -> Result:
     for ranks in job.alike(job.lost):
         if len({job.members[rank].repaired_digest for rank in ranks}) > 1:
             loaded = ", ".join(f"rank {rank} {job.members[rank].repaired_digest}" for rank in ranks)
-            return restart_group(
+            return take_lower_rung(
                 job, at_s, Reason("other-weights", f"the ranks hold different states after loading: {loaded}")
             )
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
@@ -290,7 +289,7 @@ def on_rebuilt(job: Job, event: RankRebuilt) -> Result:
 
 def on_reissued(job: Job, event: RankReissued) -> Result:
     """A rank has caught up. A replacement is a full member from now on: it may survive, and be a source."""
-    return end_resuming(job.with_member(event.rank, has_reissued=True, life=Life.LIVE, is_rerun=False), event.at_s)
+    return end_resuming(job.with_member(event.rank, has_reissued=True, life=RankState.LIVE, is_rerun=False), event.at_s)
 
 
 def end_resuming(job: Job, at_s: float) -> Result:
@@ -328,7 +327,7 @@ def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
     """
     if job.phase is JobPhase.FREEZING and not job.lost:
         return leave_group(job, event.at_s, event.reason, goes_on=False)
-    return restart_group(job, event.at_s, event.why, is_replayable=not event.is_contradiction)
+    return take_lower_rung(job, event.at_s, event.why, is_replayable=not event.is_contradiction)
 
 
 def missing_from(job: Job) -> str:
@@ -339,8 +338,8 @@ def missing_from(job: Job) -> str:
 
 def what_is_missing(job: Job, member: Member) -> str:
     """What the current phase waits for from one rank; "" if nothing."""
-    is_replacement = member.life is Life.LOST
-    if member.life is Life.AWAY:
+    is_replacement = member.life is RankState.LOST
+    if member.life is RankState.AWAY:
         return ""
     if is_replacement and member.pid is None:
         return "to start"
@@ -355,12 +354,12 @@ def what_is_missing(job: Job, member: Member) -> str:
             return "to load its state"
         case JobPhase.PERSISTING if not is_replacement and member.frozen is None:
             return "to quiesce"
-        case JobPhase.PERSISTING if member.life is Life.LIVE and job.persists_at is not None:
+        case JobPhase.PERSISTING if member.life is RankState.LIVE and job.persists_at is not None:
             return "to write its state"
-        case JobPhase.DRAINING if member.life is Life.LIVE:
+        case JobPhase.DRAINING if member.life is RankState.LIVE:
             return "to finish"
-        case JobPhase.RESUMING if member.life is not Life.FINISHED and not member.has_rebuilt:
+        case JobPhase.RESUMING if member.life is not RankState.FINISHED and not member.has_rebuilt:
             return "to connect"
-        case JobPhase.RESUMING if member.life is not Life.FINISHED and not member.has_reissued:
+        case JobPhase.RESUMING if member.life is not RankState.FINISHED and not member.has_reissued:
             return "to issue its journal"
     return ""

@@ -4,6 +4,9 @@ At a *look* each rank reports a digest of every parameter of its optimizers, wit
 state. Ranks that differ in one of them are no replicas of each other from then on, for good: shards of a layer may
 start with equal values, and their gradients or moments differ all the same. Only a rank that has always agreed with
 another one may be its source, be saved for it, or be compared with it.
+
+Survivors must also have issued the same collectives (`find_difference`), or they would wait for each other for ever on
+resume: a rank that leaves one out, or issues another, may be seen only as a connection on which nothing moves.
 """
 
 from __future__ import annotations
@@ -324,3 +327,36 @@ def split(owners: tuple[int, ...], ranks: Sequence[int], contents: Sequence[obje
     for rank, content in zip(ranks, contents, strict=True):
         after[rank] = first.setdefault(content, rank)
     return tuple(after)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place at which the journals of a group differ.
+
+    ranks     that differ from the majority; () if there is none
+    sentence  for an operator
+    """
+
+    ranks: tuple[int, ...]
+    sentence: str
+
+
+def find_difference(issued: Mapping[int, Mapping[str, Sequence[str]]]) -> Difference | None:
+    """Compare the collectives of ranks that stand at one boundary; None if they agree as far as they have come.
+
+    issued   rank -> group -> signatures of the collectives that it has issued since the boundary, oldest first
+    """
+    by_group: dict[str, dict[int, Sequence[str]]] = {}
+    for rank, journal in sorted(issued.items()):
+        for group, signatures in journal.items():
+            by_group.setdefault(group, {})[rank] = signatures
+    for _, journals in sorted(by_group.items()):
+        for at in range(max(map(len, journals.values()))):
+            here = {rank: signatures[at].strip() for rank, signatures in journals.items() if len(signatures) > at}
+            (usual, times), *others = Counter(here.values()).most_common()
+            if others:
+                odd = tuple(rank for rank, signature in here.items() if signature != usual)
+                first, other = odd[0], next(rank for rank, signature in here.items() if signature == usual)
+                what = f"rank {first} has issued '{here[first]}' where rank {other} has '{usual}'"
+                return Difference(odd if 2 * times > len(here) else (), f"{what}, as number {at + 1} of the step")
+    return None

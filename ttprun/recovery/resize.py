@@ -1,7 +1,7 @@
 """The rung "resize": the others train on without ranks for which there is no replacement, until these are called back.
 
 Only a framework that can rebuild its groups for fewer ranks can do that; its ranks declare so (`ElasticDeclared`). With
-a lost rank its whole data-parallel replica leaves (`Life.AWAY`), and the rest must hold a whole copy of every shard.
+a lost rank its whole data-parallel replica leaves (`RankState.AWAY`), and the rest must hold a whole copy of every shard.
 How they are called back is in `planned`. Begin with `give_up_replacing`.
 """
 
@@ -15,9 +15,9 @@ from ttprun.protocol.rank_events import RankStarted, SpawnFailed
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.job import Job, JobPhase, name_ranks
-from ttprun.recovery.ladder import restart_group
-from ttprun.recovery.leader_events import ElasticDeclared
-from ttprun.recovery.members import Life, Member, MemberFlag
+from ttprun.recovery.job_events import ElasticDeclared
+from ttprun.recovery.ladder import take_lower_rung
+from ttprun.recovery.members import Member, MemberFlag, RankState
 from ttprun.recovery.phases import UNDONE, Result, deadline_of, enter, reason_of
 from ttprun.recovery.shards import ReplicaGroup, groups_of, who_leaves
 
@@ -33,13 +33,13 @@ def give_up_replacing(
     """The lost ranks cannot be had again: the others train on without them, or the group is restarted.
 
     why                         for the operator
-    is_refusal, is_replayable   see `restart_group`
+    is_refusal, is_replayable   see `take_lower_rung`
     """
     if not is_elastic(job):
-        return restart_group(job, at_s, why, is_refusal, is_replayable=is_replayable)
+        return take_lower_rung(job, at_s, why, is_refusal, is_replayable=is_replayable)
     why_not = why_not_without(job, job.lost)
     if why_not:
-        return restart_group(
+        return take_lower_rung(
             job,
             at_s,
             (why if why.kind else why_not).within(
@@ -52,7 +52,7 @@ def give_up_replacing(
 def on_spawn_failed(job: Job, event: SpawnFailed) -> Result:
     """A rank gets no process; if it is lost, no other attempt is made."""
     job, _ = forget_spawn(job, event)
-    if job.members[event.rank].life is not Life.LOST:
+    if job.members[event.rank].life is not RankState.LOST:
         return job, ()
     why = Reason(text=f"no process can be started for rank {event.rank} ({event.reason})")
     return give_up_replacing(job, event.at_s, why, is_refusal=False)
@@ -141,7 +141,7 @@ def begin_shrinking(job: Job, at_s: float, why: Reason) -> Result:
     )
     reason = reason_of(job, why.within(f"{why}, so {name_ranks(newly)} {'leave' if len(newly) > 1 else 'leaves'}"))
     leavers = (
-        replace(job.members[rank], pid=None, life=Life.AWAY, is_rerun=False, is_protected=False) for rank in newly
+        replace(job.members[rank], pid=None, life=RankState.AWAY, is_rerun=False, is_protected=False) for rank in newly
     )
     job = replace(job.with_members(*leavers), generation=job.generation + 1, rewind_to=None)
     job = replace(job, members=job.members.with_each(Member.with_answers_forgotten))
@@ -154,7 +154,7 @@ def unless_away(handler: Callable[[Job, RankStarted], Result]) -> Callable[[Job,
     """Answers the start of a process; one that was being started when its rank has left is not needed any more."""
 
     def on_started(job: Job, event: RankStarted) -> Result:
-        if job.members[event.rank].life is not Life.AWAY:
+        if job.members[event.rank].life is not RankState.AWAY:
             return handler(job, event)
         job = job.with_member(event.rank, spawn_asked_at_s=None)
         return job, (KillRank(event.rank, "its rank has left, and the others continue without it"),)

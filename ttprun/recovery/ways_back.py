@@ -10,8 +10,8 @@ from dataclasses import replace
 from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase
-from ttprun.recovery.leader_events import Saved
-from ttprun.recovery.members import Life
+from ttprun.recovery.job_events import Saved
+from ttprun.recovery.members import RankState
 from ttprun.recovery.phases import UNDONE, Result, deadline_of, enter
 
 
@@ -68,7 +68,7 @@ def begin_rewind(job: Job, at_s: float) -> Result:
     where = f"all ranks go back to step {boundary}" if boundary else "all ranks start anew"
     if is_alone:
         where = f"it goes back to step {boundary}" if boundary else "it starts anew"
-    present = [member for member in job.members if not is_alone or member.life is not Life.AWAY]
+    present = [member for member in job.members if not is_alone or member.life is not RankState.AWAY]
     kills = tuple(KillRank(member.rank, where) for member in present if member.pid is not None)
     unasked = [member.rank for member in present if member.pid is not None or member.spawn_asked_at_s is None]
     job = job.with_members(*(member.as_lost(at_s) for member in present))

@@ -18,7 +18,7 @@ from ttprun.agent.node.life_signs import state_of
 from ttprun.agent.node.node import Node, give_up, log_exit, note_failure, note_script_error
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.agent.node.verdict import Failure, Verdict
-from ttprun.protocol import from_rank, meeting, node_orders, node_reports
+from ttprun.protocol import from_rank, meeting, node_messages
 from ttprun.protocol.board import AWAITED, SHARED, Field
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.meeting import Known
@@ -35,24 +35,24 @@ _AWAITED = [(SHARED.index(field), field) for field in AWAITED]
 _PLAIN = [cell for cell in enumerate(SHARED) if cell not in (*_TIMES, *_AWAITED)]
 
 
-def row_of(node: Node, rank: int) -> node_reports.BoardRow:
+def row_of(node: Node, rank: int) -> node_messages.BoardRow:
     """How one rank stands."""
     values, slot = [node.board.get(rank, field) for field in SHARED], node.slots[rank]
     if not slot.is_here:
-        return node_reports.BoardRow(rank, values, slot.state, slot.cpu_s)
+        return node_messages.BoardRow(rank, values, slot.state, slot.cpu_s)
     process = node.process(rank)
     with contextlib.suppress(OSError, ValueError, IndexError):
         if process.pid and not process.is_buried:
-            return node_reports.BoardRow(rank, values, *state_of(process.pid))
-    return node_reports.BoardRow(rank, values)
+            return node_messages.BoardRow(rank, values, *state_of(process.pid))
+    return node_messages.BoardRow(rank, values)
 
 
-def rows_of(node: Node, ranks: Iterable[int], is_awaited: bool = False) -> node_reports.Rows:
+def rows_of(node: Node, ranks: Iterable[int], is_awaited: bool = False) -> node_messages.Rows:
     """How these ranks, of any node, stand now.
 
     is_awaited   something has changed for which ranks of other nodes wait
     """
-    return node_reports.Rows(time.monotonic_ns(), [row_of(node, rank) for rank in ranks], is_awaited)
+    return node_messages.Rows(time.monotonic_ns(), [row_of(node, rank) for rank in ranks], is_awaited)
 
 
 def send_shared(node: Node) -> None:
@@ -62,7 +62,7 @@ def send_shared(node: Node) -> None:
         node.peers.to_all(rows_of(node, ranks, is_awaited=True))
 
 
-def copy_in(node: Node, rows: Iterable[node_reports.BoardRow], now_ns: int) -> None:
+def copy_in(node: Node, rows: Iterable[node_messages.BoardRow], now_ns: int) -> None:
     """Write how other nodes' ranks stand to our board, and wake who waits for it.
 
     now_ns   when they were sent, on the sender's clock
@@ -114,11 +114,11 @@ class Follower:
 
     # Reports.
 
-    def report(self, report: node_reports.Report) -> None:
+    def report(self, report: node_messages.Report) -> None:
         """What has happened on this node, which the leader answers."""
         node, peers = self.node, self.node.peers
         match report:
-            case node_reports.Said(rank=rank, message=message):
+            case node_messages.Said(rank=rank, message=message):
                 if isinstance(message, from_rank.ScriptError):
                     note_script_error(node, node.slots[rank], message)
                 report = report.encoded(len(node.slots), rows_of(node, [rank]))
@@ -133,18 +133,18 @@ class Follower:
 
     # Orders.
 
-    def take_order(self, order: node_orders.OfLeader | Refused) -> None:
+    def take_order(self, order: node_messages.OfLeader | Refused) -> None:
         """The leader has sent something."""
         node = self.node
-        why_unfit = node_reports.why_unfit(order, len(node.slots))
+        why_unfit = node_messages.why_unfit(order, len(node.slots))
         if why_unfit:
             order = Refused(f"{type(order).__name__}: {why_unfit}")
         match order:
-            case node_reports.Rows(now_ns=now_ns, rows=theirs):
+            case node_messages.Rows(now_ns=now_ns, rows=theirs):
                 copy_in(node, theirs, now_ns)
-            case node_orders.Forward():
+            case node_messages.Forward():
                 self._forward(order)
-            case node_orders.Published():
+            case node_messages.Published():
                 self.status.take(order)
             case meeting.SparePools():
                 node.peers.note_pools(order)
@@ -162,12 +162,12 @@ class Follower:
             case Refused(reason=reason):
                 node.log("message_refused", reason=reason)
                 logger.warning("a message of the agent that leads is ignored: %s", reason)
-            case _ if isinstance(order, node_orders.Order):
+            case _ if isinstance(order, node_messages.Order):
                 self.agent.carry_out(order)
             case _:
                 node.log("message_refused", reason=f"{type(order).__name__} is no order")
 
-    def _forward(self, order: node_orders.Forward) -> None:
+    def _forward(self, order: node_messages.Forward) -> None:
         node = self.node
         message = order.message(len(node.slots))
         if isinstance(message, Refused):

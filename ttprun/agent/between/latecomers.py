@@ -26,7 +26,7 @@ from ttprun.agent.between.peers import Peers, ready
 from ttprun.agent.between.rendezvous import KNOWN, address_for_ranks
 from ttprun.agent.between.spare_pool import Listener, RendezvousKeys, SparePool, keep_alive, read_where, write_where
 from ttprun.errors import ConfigError
-from ttprun.protocol import meeting, node_reports
+from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.standby_messages import WarmUp
 
@@ -192,7 +192,7 @@ class Taken:
 
     peers: Peers
     master: str
-    records: Mapping[int, node_reports.Records]
+    records: Mapping[int, node_messages.Records]
 
 
 TakeWarmth = Callable[[list[str], list[str]], None]
@@ -273,7 +273,7 @@ class _Waiting:
 
     def _read(self, link: Channel, token: str) -> Outcome:
         slots: meeting.RankSlots | None = None
-        records: dict[int, node_reports.Records] = {}
+        records: dict[int, node_messages.Records] = {}
         while slots is None or len(records) < slots.ranks:
             message: Any = link.receive_with_fds()[0]
             match message:
@@ -291,7 +291,7 @@ class _Waiting:
                     self._others = iter([pool for _, pool in sorted(pools.items()) if pool.token != token])
                 case meeting.RankSlots():
                     slots = message
-                case node_reports.Records(rank=rank):
+                case node_messages.Records(rank=rank):
                     records[rank] = message
         own, links, size = address_for_ranks(self._hello.address), {slots.leader: ready(link)}, slots.size
         peers = Peers(

@@ -2,7 +2,7 @@
 
 The agent of the group's first node leads: the state machine runs there, and its slots are those of all ranks. Every
 other agent is a follower (`follower.py`); `leader.py` is the other end. A job on one node has no peers. What crosses
-nodes is in `ttprun.protocol.meeting`, `node_reports` and `node_orders`. Begin with `Peers.watch`.
+nodes is in `ttprun.protocol.meeting` and `node_messages`. Begin with `Peers.watch`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ttprun.agent.between.spare_pool import HUNG_UP, SparePool, retransmit_soon
-from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, encode
 from ttprun.protocol.patience import Patience
@@ -86,7 +86,7 @@ class Peers:
         self.master = master
         self._last_word: meeting.Concluded | None = None
         self._encoded: tuple[Any, str] = (None, "")  # the newest message to a process of another node
-        self._forwards: dict[int, node_orders.Forward] = {}  # by node: not sent yet, as more ranks may get the same
+        self._forwards: dict[int, node_messages.Forward] = {}  # by node: not sent yet, as more ranks may get the same
 
     @property
     def is_follower(self) -> bool:
@@ -262,11 +262,11 @@ class Peers:
         """The node whose agent leads, for people."""
         return self.name_of(self.leader)
 
-    def to_leader(self, message: node_reports.OfFollower) -> None:
+    def to_leader(self, message: node_messages.OfFollower) -> None:
         """Send to the leader."""
         self.send(self.leader, message)
 
-    def to_all(self, message: node_reports.OfFollower | node_orders.OfLeader, but: int = -1) -> None:
+    def to_all(self, message: node_messages.OfFollower | node_messages.OfLeader, but: int = -1) -> None:
         """Send to all agents that this one is connected to, or to all but one: the followers, or the leader."""
         if not self._links:
             return
@@ -281,7 +281,7 @@ class Peers:
         """The nodes to whose agents this one is connected: all others, or the leader's."""
         return list(self._links)
 
-    def send(self, node: int, message: node_reports.OfFollower | node_orders.OfLeader) -> None:
+    def send(self, node: int, message: node_messages.OfFollower | node_messages.OfLeader) -> None:
         """Send to the agent of a node; what is for one that is lost is dropped."""
         self._send_forward(node)
         link = self._links.get(node)
@@ -296,12 +296,12 @@ class Peers:
             waiting.to.append((rank, pid))
             return
         self._send_forward(node)
-        self._forwards[node] = node_orders.Forward([(rank, pid)], line)
+        self._forwards[node] = node_messages.Forward([(rank, pid)], line)
 
     def line_of(self, message: Any) -> str:
         """A message to a process, encoded; the same one for many ranks once."""
         if message is not self._encoded[0]:
-            self._encoded = message, node_orders.encoded(message, self.size * self.ranks_per_node)
+            self._encoded = message, node_messages.encoded(message, self.size * self.ranks_per_node)
         return self._encoded[1]
 
     def _send_forward(self, node: int) -> None:

@@ -32,7 +32,7 @@ from msgspec import structs
 from ttprun.agent.between.peers import Peers, ready
 from ttprun.agent.between.spare_pool import Listener, SparePool, keep_alive
 from ttprun.errors import ConfigError
-from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
 
 LIMIT_S = 60.0  # the agents come out of the same rendezvous
@@ -41,7 +41,7 @@ _LOOK_AGAIN_S = 0.5
 logger = logging.getLogger("ttprun")
 CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
 _LEADER, _OFF = "ttprun/leader", "ttprun/off"
-KNOWN = {kind.__name__: kind for kind in (*get_args(node_reports.OfFollower), *get_args(node_orders.OfLeader))}
+KNOWN = {kind.__name__: kind for kind in (*get_args(node_messages.OfFollower), *get_args(node_messages.OfLeader))}
 _SIOCGIFADDR = 0x8915
 
 

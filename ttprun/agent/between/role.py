@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ttprun.chaos.faults import Fault
-from ttprun.protocol import node_reports
+from ttprun.protocol import node_messages
 from ttprun.protocol.rank_events import Event
 
 
@@ -22,7 +22,7 @@ class Role(ABC):
     asked_elsewhere = ""
 
     @abstractmethod
-    def report(self, report: node_reports.Report) -> None:
+    def report(self, report: node_messages.Report) -> None:
         """Something has happened on this node, or was asked for here."""
 
     @abstractmethod

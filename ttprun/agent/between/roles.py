@@ -23,7 +23,7 @@ from ttprun.agent.node.node import Node
 from ttprun.agent.node.standbys import StandbyWatch
 from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.chaos.faults import Fault
-from ttprun.protocol import node_reports
+from ttprun.protocol import node_messages
 from ttprun.protocol.rank_events import Event
 
 
@@ -49,7 +49,7 @@ class Leading(Role):
         if isinstance(event, recovery.RanksCompared):  # an agent that leads next needs it for what it saves
             self.leader.share()
 
-    def report(self, report: node_reports.Report) -> None:
+    def report(self, report: node_messages.Report) -> None:
         self.wire.report(report)
 
     def take(self, number: int, message: Any) -> None:
@@ -98,7 +98,7 @@ class Following(Role):
     def asked_elsewhere(self) -> str:  # type: ignore[override]
         return self.node.peers.leaders_name
 
-    def report(self, report: node_reports.Report) -> None:
+    def report(self, report: node_messages.Report) -> None:
         self.follower.report(report)
 
     def advance(self, event: Event) -> None:
@@ -127,5 +127,5 @@ class Following(Role):
         self.node.domains.look("standbys", self.standby_watch.look)
 
     def inject(self, fault: Fault) -> str:
-        self.report(node_reports.FaultAsked(str(fault)))
+        self.report(node_messages.FaultAsked(str(fault)))
         return f"ordered from {self.node.peers.leaders_name}, whose event log says what has come of it"

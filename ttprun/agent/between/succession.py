@@ -1,7 +1,7 @@
 """The agent that leads is lost: the next one leads, and the others connect to it.
 
 Next is the lowest node whose agent is not known to be lost. It waits for what the others report of their ranks
-(`node_reports.Remains`), makes a job of that (`recovery.succeed`), and answers the loss of the old leader's node like
+(`node_messages.Remains`), makes a job of that (`recovery.succeed`), and answers the loss of the old leader's node like
 that of any other. Until then no orders are given: a replacement that has not caught up is ended, since its orders are
 lost.
 
@@ -37,7 +37,7 @@ from ttprun.agent.lead.leader import Leader
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.agent.node.process import Process
-from ttprun.protocol import meeting, node_reports, process_orders
+from ttprun.protocol import meeting, node_messages, process_orders
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.meeting import Known, Legacy
@@ -104,7 +104,7 @@ class _Heir:
     """
 
     link: Channel
-    remains: node_reports.Remains
+    remains: node_messages.Remains
     later: list[Any]
 
 
@@ -213,11 +213,11 @@ class Succession:
             peers.to_leader(StopAsked(at_s=time.monotonic(), reason=reason, signal=node.ended_by))
         node.log("leader_followed", node=following)
 
-    def _remains(self) -> node_reports.Remains:
+    def _remains(self) -> node_messages.Remains:
         node = self.node
         ranks = [self._left(slot) for slot in node.here]
         every = [follower.row_of(node, slot.rank) for slot in node.here]
-        return node_reports.Remains(node.job.generation, ranks, time.monotonic_ns(), every)
+        return node_messages.Remains(node.job.generation, ranks, time.monotonic_ns(), every)
 
     def _left(self, slot: Process) -> Legacy:
         """How a rank of this node stands."""
@@ -271,7 +271,7 @@ class Succession:
 
     def _take(self, number: int, link: Channel, messages: list[Any]) -> None:
         remains, *later = messages
-        if not isinstance(remains, node_reports.Remains) or node_reports.why_unfit(remains, len(self.node.slots)):
+        if not isinstance(remains, node_messages.Remains) or node_messages.why_unfit(remains, len(self.node.slots)):
             link.close()
             return
         self._heirs[number] = _Heir(link, remains, later)

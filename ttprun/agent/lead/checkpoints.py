@@ -21,7 +21,7 @@ from ttprun.agent.node import rank_records
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.stored_states import SnapshotBuffer, Stored, rank_file
 from ttprun.errors import ConfigError, in_short
-from ttprun.protocol import node_orders, node_reports, to_rank
+from ttprun.protocol import node_messages, to_rank
 from ttprun.protocol.snapshot_messages import Dumped, MirroredShare, Share
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.chunks import held_of, what_is_missing
@@ -140,9 +140,9 @@ class Checkpoints:
             else:
                 path = str(writing.draft.path(rank_file(slot.rank)))
                 writing.elsewhere.add(slot.rank)
-                self._wire.order_on(holder, node_orders.StorePart(slot.rank, writing.order.boundary, path))
+                self._wire.order_on(holder, node_messages.StorePart(slot.rank, writing.order.boundary, path))
 
-    def take_part(self, message: node_reports.PartStored) -> None:
+    def take_part(self, message: node_messages.PartStored) -> None:
         """The agent of another node has written what is a rank's own, or could not."""
         writing = self._writing
         if writing is None or message.boundary != writing.order.boundary or message.rank not in writing.elsewhere:

@@ -25,7 +25,7 @@ from ttprun.agent.node.node import Node, report_mismatch
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.topology import StateSource
-from ttprun.protocol import from_rank, node_orders, to_rank
+from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.reason import Reason
 from ttprun.rank.verification import PROOF_STEPS
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
@@ -272,7 +272,7 @@ class Comparisons:
         text = topology_of(replicas, groups, len(node.slots), otherwise, mirrors).to_json()
         with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
             replace_file(node.run.topology, text)
-        node.peers.to_all(node_orders.Published("topology", text))
+        node.peers.to_all(node_messages.Published("topology", text))
 
     def names_of(self, keys: Iterable[str]) -> str:
         """What the script calls these parameters, the first few."""

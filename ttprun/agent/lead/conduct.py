@@ -27,7 +27,7 @@ from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.loop import CannotDecideError
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.verdict import Verdict
-from ttprun.protocol import node_orders, process_orders, to_rank
+from ttprun.protocol import node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.patience import MOST_TIMES, Patience
 from ttprun.protocol.rank_events import Event
@@ -227,4 +227,4 @@ class Coordinator:
             for slot in self.node.slots:
                 slot.take_journal({})
                 slot.forget_divergence()
-            self.wire.order_all(node_orders.Recovered())
+            self.wire.order_all(node_messages.Recovered())

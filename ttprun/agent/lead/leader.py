@@ -22,7 +22,7 @@ from ttprun.agent.node.node import Node, give_up, log_exit, note_failure
 from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.verdict import Failure
 from ttprun.chaos.faults import parse_fault
-from ttprun.protocol import meeting, node_reports
+from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.from_rank import RankFrozen
@@ -158,16 +158,16 @@ class Leader:
         node.log("node_given_up", reason=reason)
         give_up(node, reason)
 
-    def take(self, number: int, message: node_reports.OfFollower | Refused) -> None:
+    def take(self, number: int, message: node_messages.OfFollower | Refused) -> None:
         """A follower has sent something."""
         node = self.node
         if node.verdict is not None:
             return
-        why_unfit = node_reports.why_unfit(message, len(node.slots))
+        why_unfit = node_messages.why_unfit(message, len(node.slots))
         if why_unfit:
             message = Refused(f"{type(message).__name__}: {why_unfit}")
         match message:
-            case node_reports.Rows(now_ns=now_ns, rows=theirs):
+            case node_messages.Rows(now_ns=now_ns, rows=theirs):
                 follower.copy_in(node, theirs, now_ns)
                 if message.is_awaited:
                     node.share(*(row.rank for row in theirs))
@@ -175,28 +175,28 @@ class Leader:
                 self.depose(f"{node.peers.name_of(number)} goes on without this node: {reason}")
             case Refused(reason=reason):
                 self._refuse(number, reason)
-            case node_reports.Said(rows=rows, now_ns=now_ns):
+            case node_messages.Said(rows=rows, now_ns=now_ns):
                 follower.copy_in(node, rows, now_ns)
                 self.report(number, message.decoded(len(node.slots)))
-            case _ if isinstance(message, node_reports.Report):
+            case _ if isinstance(message, node_messages.Report):
                 self.report(number, message)
             case _:
                 self._refuse(number, f"{type(message).__name__} is no report")
 
-    def report(self, number: int, report: node_reports.Report) -> None:
+    def report(self, number: int, report: node_messages.Report) -> None:
         """A node reports what has happened there; this one, too."""
         match report:
-            case node_reports.Said():
+            case node_messages.Said():
                 self._on_said(report)
             case Event():
                 self._on_event(number, replace(report, at_s=time.monotonic()))
-            case node_reports.Records():
+            case node_messages.Records():
                 self.spares.take_records(report)
-            case node_reports.Leaving(reason=reason):
+            case node_messages.Leaving(reason=reason):
                 self.membership.leave(number, reason)
-            case node_reports.PartStored():
+            case node_messages.PartStored():
                 self.reports.checkpoints.take_part(report)
-            case node_reports.FaultAsked(fault=fault):
+            case node_messages.FaultAsked(fault=fault):
                 self._order(number, fault)
 
     def _order(self, number: int, fault: str) -> None:
@@ -213,7 +213,7 @@ class Leader:
         self.node.log("message_refused", node=number, reason=reason)
         logger.warning("a message of %s is ignored: %s", self.node.peers.name_of(number), reason)
 
-    def _on_said(self, said: node_reports.Said) -> None:
+    def _on_said(self, said: node_messages.Said) -> None:
         slot, message = self.node.slots[said.rank], said.message
         if slot.pid != said.pid:
             return  # its process has ended

@@ -25,7 +25,7 @@ from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.node import Node, give_up
 from ttprun.agent.node.verdict import Verdict
 from ttprun.errors import ConfigError, one_line
-from ttprun.protocol import meeting, node_orders, node_reports, process_orders
+from ttprun.protocol import meeting, node_messages, process_orders
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.rank_events import SpawnFailed, StopAsked
 from ttprun.recovery.membership_policy import Membership, MembershipPlan, NodesObserved, parse_hosts
@@ -393,7 +393,7 @@ class Spares:
         before = (keeper - 1) % self._node.peers.size
         vacancy = self._vacant.get(before)
         for rank in sorted(vacancy.due or ()) if vacancy is not None else ():
-            self.take_records(node_reports.Records(rank, ""))
+            self.take_records(node_messages.Records(rank, ""))
 
     def fill(self) -> None:
         """Give the slots of lost nodes to launchers that wait, as far as there are any."""
@@ -415,12 +415,12 @@ class Spares:
         peers = self._node.peers
         keeper = (number + 1) % peers.size
         if peers.is_connected(keeper):
-            self._wire.order_on(keeper, node_orders.GiveRecords(ranks))
+            self._wire.order_on(keeper, node_messages.GiveRecords(ranks))
         else:
             for rank in ranks:
-                self.take_records(node_reports.Records(rank, ""))
+                self.take_records(node_messages.Records(rank, ""))
 
-    def take_records(self, records: node_reports.Records) -> None:
+    def take_records(self, records: node_messages.Records) -> None:
         """The records of a lost rank have come, or word that there are none."""
         peers, rank = self._node.peers, records.rank
         number = peers.node_of(rank)
@@ -436,7 +436,7 @@ class Spares:
         del self._vacant[number]
         source = self._node.job.source
         if source is not None:
-            self._wire.order_on(number, node_orders.VoidBeyond(source.boundary))
+            self._wire.order_on(number, node_messages.VoidBeyond(source.boundary))
         for action in vacancy.spawns.values():
             self._wire.order_on(number, action)
 

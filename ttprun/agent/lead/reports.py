@@ -23,15 +23,15 @@ from ttprun.agent.node.node import Node, note_failure, note_script_error, refuse
 from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.verdict import Failure
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import from_rank, mindio, node_orders
+from ttprun.protocol import from_rank, mindio, node_messages
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.rank_events import MismatchFound, RankEvent, StopAsked
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Dumped, SnapshotSize, SnapshotTaken
-from ttprun.recovery.journals import find_difference
 from ttprun.recovery.members import MemberFlag
+from ttprun.recovery.replicas import find_difference
 
 logger = logging.getLogger("ttprun")
 
@@ -257,7 +257,7 @@ class Reports:
         self._forget_older()
         if new:
             self._passed_on += [report for report in new if report[1].generation >= self.node.job.generation]
-            self.wire.order_all(node_orders.Broadcast(new))
+            self.wire.order_all(node_messages.Broadcast(new))
 
     def _forget_older(self) -> None:
         """What was reported in an earlier generation is void."""
@@ -270,7 +270,7 @@ class Reports:
         slot.take_journal(message.journal)
         if (message.generation, message.boundary) not in self._voided:  # once, not for each survivor
             self._voided.add((message.generation, message.boundary))
-            self.wire.order_all(node_orders.VoidBeyond(message.boundary))
+            self.wire.order_all(node_messages.VoidBeyond(message.boundary))
         self._compare_journals(slot, message.generation)
         is_at_end = self.node.board.get(slot.rank, Field.ENDED) != 0
         self.node.advance(replace(message, at_s=time.monotonic(), journal={}, is_at_end=is_at_end))
@@ -282,7 +282,9 @@ class Reports:
         """
         job = self.node.job
         member = job.members[last.rank]
-        is_last = job.count(MemberFlag.MUST_FREEZE) == (member.life is recovery.Life.LIVE and member.frozen is None)
+        is_last = job.count(MemberFlag.MUST_FREEZE) == (
+            member.life is recovery.RankState.LIVE and member.frozen is None
+        )
         if not is_last or generation != job.generation or job.ending is not None:
             return
         slots = [self.node.slots[rank] for rank in job.survivors]
@@ -300,7 +302,7 @@ class Reports:
         hung = []  # all known by their present processes, before the first one's is ended
         for odd in (self.node.slots[rank] for rank in difference.ranks):
             boundary = self.node.board.get(odd.rank, Field.APPLIED)
-            self.wire.order(odd.rank, node_orders.VoidEvidence(odd.rank))
+            self.wire.order(odd.rank, node_messages.VoidEvidence(odd.rank))
             hung.append(
                 recovery.RankHung(rank=odd.rank, pid=odd.pid, boundary=boundary, detected_after_s=0.0, **fields)
             )

@@ -36,7 +36,7 @@ from ttprun.observe.status import (
     state_at_end,
     write_status,
 )
-from ttprun.protocol import node_orders
+from ttprun.protocol import node_messages
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.reason import Reason
 from ttprun.recovery import Job, JobPhase, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
@@ -164,7 +164,7 @@ class StatusPublisher:
         write_status(self._node.run.status, status)
         self._history.note(status.step)
         if status.is_leading and len(slots) <= _MOST_RANKS_FOR_ALL:
-            self._node.peers.to_all(node_orders.Published("status", status.to_json()))
+            self._node.peers.to_all(node_messages.Published("status", status.to_json()))
         now = time.monotonic()
         self._not_before_s = now + _MOST_SHARE * (now - self._written_s)
 
@@ -173,7 +173,7 @@ class StatusPublisher:
         """The ranks of which this agent knows: all, or those of its node if another one leads."""
         return self._node.here if self._node.peers.is_follower else self._node.slots
 
-    def take(self, published: node_orders.Published) -> None:
+    def take(self, published: node_messages.Published) -> None:
         """The leader has published something: `ttprun` shows the whole job here too."""
         with contextlib.suppress(OSError, ValueError):  # it comes again, or the disk is full, which the status says
             if published.name == "topology":

@@ -1,6 +1,6 @@
 """The wire between what is decided and the nodes: this one in the same process, the others at the end of connections.
 
-Orders go out (`node_orders.Order`), and messages to the processes of ranks; what comes of them comes back as reports.
+Orders go out (`node_messages.Order`), and messages to the processes of ranks; what comes of them comes back as reports.
 Which node a rank is on changes nothing here but the way. Begin with `Wire.order_on` and `Wire.report`.
 """
 
@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 from ttprun.agent.node.node import Node
 from ttprun.protocol import process_orders
-from ttprun.protocol.node_orders import Order
-from ttprun.protocol.node_reports import Report
+from ttprun.protocol.node_messages import Order, Report
 
 
 class Carrier(Protocol):

@@ -30,7 +30,7 @@ from ttprun.config import Config
 from ttprun.introspect import children
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import FINISHED, Board, Field
 from ttprun.protocol.from_rank import ScriptError
 from ttprun.protocol.process_orders import Action
@@ -73,8 +73,8 @@ class Node:
     """
 
     role: Role
-    report: Callable[[node_reports.Report], None]
-    order: Callable[[int, node_orders.Order], None]
+    report: Callable[[node_messages.Report], None]
+    order: Callable[[int, node_messages.Order], None]
     forward: Callable[[int, int, Any], None]
 
     def __init__(self, config: Config, run: RunDirectory, is_python: bool, job: recovery.Job) -> None:

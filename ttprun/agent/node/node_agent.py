@@ -30,7 +30,7 @@ from ttprun.agent.node.standbys import Standbys, StandbyWatch
 from ttprun.agent.node.stored_states import UNUSABLE, Origin, Stored, open_checkpoint
 from ttprun.agent.node.verdict import ReplaceHandler
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import channel, from_rank, node_orders, node_reports, process_orders, to_rank
+from ttprun.protocol import channel, from_rank, node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.meeting import Legacy
 from ttprun.protocol.rank_events import RankExited, SpawnFailed
@@ -39,21 +39,21 @@ from ttprun.state.checkpoint import inspect
 from ttprun.state.files import FileEntry, write_file
 
 # Order -> the method that carries it out, of the node's agent or of one of its parts.
-ORDERS: dict[type[node_orders.Order], str] = {
-    node_orders.Begin: "_begin",
+ORDERS: dict[type[node_messages.Order], str] = {
+    node_messages.Begin: "_begin",
     process_orders.SpawnRank: "_begin_process",
     process_orders.KillRank: "_kill",
     process_orders.Rewind: "_rewind",
     to_rank.Replay: "_replay",
     to_rank.KeepMirror: "mirrors.keep",
     to_rank.LoadMirror: "_load_mirror",
-    node_orders.VoidEvidence: "_void_evidence",
-    node_orders.VoidBeyond: "_void_beyond",
-    node_orders.Broadcast: "_broadcast",
-    node_orders.StorePart: "_store_part",
-    node_orders.GiveRecords: "_give_records",
-    node_orders.Strike: "injections.strike_here",
-    node_orders.Recovered: "_recover",
+    node_messages.VoidEvidence: "_void_evidence",
+    node_messages.VoidBeyond: "_void_beyond",
+    node_messages.Broadcast: "_broadcast",
+    node_messages.StorePart: "_store_part",
+    node_messages.GiveRecords: "_give_records",
+    node_messages.Strike: "injections.strike_here",
+    node_messages.Recovered: "_recover",
 }
 
 
@@ -83,7 +83,7 @@ class NodeAgent:
     def __post_init__(self) -> None:
         self.noted = {slot.rank: Legacy(slot.rank) for slot in self.node.here}
 
-    def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
+    def take_over(self, records: Mapping[int, node_messages.Records]) -> None:
         """This node has got a lost one's slots, with what its ranks had recorded: their first processes wait for Spawn.
 
         records   by rank
@@ -113,17 +113,17 @@ class NodeAgent:
             if slot.is_spawn_due:
                 self._spawn(slot)
 
-    def report(self, report: node_reports.Report) -> None:
+    def report(self, report: node_messages.Report) -> None:
         """Something has happened on this node: the agent that leads takes it; what is needed here is noted."""
         match report:
-            case node_reports.Said(rank=rank, message=message):
+            case node_messages.Said(rank=rank, message=message):
                 report = self._completed(report)
                 self._note_said(self.node.process(rank), message)
             case RankExited(rank=rank, reason=reason):
                 self.note(rank, code=report.exit_code, reason=reason, crashed_at=report.crashed_at)
         self.node.role.report(report)
 
-    def _completed(self, said: node_reports.Said) -> node_reports.Said:
+    def _completed(self, said: node_messages.Said) -> node_messages.Said:
         """What a rank reports, with what only its node knows."""
         if isinstance(said.message, from_rank.RankFrozen):
             return structs.replace(said, fingerprint=self._fingerprint(said.rank, said.message.boundary))
@@ -154,32 +154,32 @@ class NodeAgent:
                 self.catching_up.add(rank)
                 slot.note_boundary(self.node.board)
 
-    def carry_out(self, order: node_orders.Order) -> None:
+    def carry_out(self, order: node_messages.Order) -> None:
         attrgetter(ORDERS[type(order)])(self)(order)
 
-    def _begin(self, order: node_orders.Begin) -> None:
+    def _begin(self, order: node_messages.Begin) -> None:
         self.node.note_generation(order.generation)
         for slot in self.node.here:
             self.watch.welcome(slot, is_replacement=order.is_resumed)
 
-    def _void_evidence(self, order: node_orders.VoidEvidence) -> None:
+    def _void_evidence(self, order: node_messages.VoidEvidence) -> None:
         self.node.recorder_of(self.node.process(order.rank)).evidence.clear()
 
-    def _void_beyond(self, order: node_orders.VoidBeyond) -> None:
+    def _void_beyond(self, order: node_messages.VoidBeyond) -> None:
         self.node.void_beyond(order.boundary)
 
-    def _broadcast(self, order: node_orders.Broadcast) -> None:
+    def _broadcast(self, order: node_messages.Broadcast) -> None:
         for rank, put in order.puts:
             for slot in self.node.here:
                 if slot.rank != rank:
                     slot.send_if_present(put)
 
-    def _give_records(self, order: node_orders.GiveRecords) -> None:
+    def _give_records(self, order: node_messages.GiveRecords) -> None:
         for rank in order.ranks:
             mirror = self.mirrors.copies.serve(rank)
-            self.node.report(node_reports.Records(rank, rank_records.give_copy(self.node, rank), mirror))
+            self.node.report(node_messages.Records(rank, rank_records.give_copy(self.node, rank), mirror))
 
-    def _recover(self, order: node_orders.Recovered) -> None:
+    def _recover(self, order: node_messages.Recovered) -> None:
         self.node.first_failure.forget()
         self.node.domains.run("standbys", self.standby_watch.refill)
 
@@ -343,7 +343,7 @@ class NodeAgent:
                 recorder.evidence.take_over(older.evidence, boundary)
         node.go_back(slot, boundary)
 
-    def _store_part(self, order: node_orders.StorePart) -> None:
+    def _store_part(self, order: node_messages.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""
         node = self.node
         entry, why_not = FileEntry(bytes=0, xxh3="0" * 32), ""
@@ -353,4 +353,4 @@ class NodeAgent:
             why_not = rank_records.NO_RECORD
         except OSError as error:
             why_not = f"{order.path} cannot be written on {node.peers.name_of(node.peers.node)}: {error}"
-        node.report(node_reports.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))
+        node.report(node_messages.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))

@@ -34,7 +34,7 @@ from ttprun.protocol import from_rank, standby_messages, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
-from ttprun.protocol.node_reports import Said
+from ttprun.protocol.node_messages import Said
 from ttprun.protocol.rank_events import RankStarted
 
 logger = logging.getLogger("ttprun")
@@ -261,7 +261,7 @@ class ProcessWatch:
                 self._on_end(slot, code)
             elif not is_known:
                 slot.live_on()
-            elif member.life is recovery.Life.LOST and member.pid is None and code is None and not slot.is_lost:
+            elif member.life is recovery.RankState.LOST and member.pid is None and code is None and not slot.is_lost:
                 node.report(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
 
     def forget(self, slot: Process) -> None:

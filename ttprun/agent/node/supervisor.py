@@ -32,7 +32,7 @@ from ttprun.agent.node.rank_processes import RankHandler
 from ttprun.agent.node.verdict import NewGroup, Verdict
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.control_requests import Rejected, Reply, Request
 from ttprun.protocol.rank_events import Event, StopAsked
@@ -163,7 +163,7 @@ class Supervisor:
         self._resume_from = ()
         self._on_thread(begin)
 
-    def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
+    def take_over(self, records: Mapping[int, node_messages.Records]) -> None:
         """The slots of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
         self.group.agent.take_over(records)
 
@@ -238,7 +238,7 @@ class Supervisor:
             elif resized is not None:
                 self.node.advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
             self.run.injections.begin()
-            self.group.wire.order_all(node_orders.Begin(node.job.generation, is_resumed))
+            self.group.wire.order_all(node_messages.Begin(node.job.generation, is_resumed))
             self.group.leader.share()
             node.watch_peers()
         except Exception as error:
@@ -298,7 +298,7 @@ class Supervisor:
             if self.node.is_paused or node.verdict is not None:
                 node.is_settled.set()
             else:
-                node.report(node_reports.Leaving(reason))
+                node.report(node_messages.Leaving(reason))
 
         node.call(leave)
         while not node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():

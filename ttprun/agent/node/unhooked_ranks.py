@@ -17,7 +17,7 @@ from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import SHIM, StandbyHandler
 from ttprun.protocol.board import Field
 from ttprun.protocol.from_rank import RankUnprotected
-from ttprun.protocol.node_reports import Said
+from ttprun.protocol.node_messages import Said
 from ttprun.protocol.reason import Reason
 from ttprun.rank.bootstrap import unhooked
 from ttprun.recovery import JobPhase

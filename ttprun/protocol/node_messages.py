@@ -1,21 +1,61 @@
-"""What the agents of all nodes report to the one that leads: what happens to their ranks, and what was asked there.
+"""What agents send each other: what each reports to the one that leads (`Report`), and what that one orders (`Order`).
 
-The leader's own node reports the same (`Report`), with no connection in between.
+The leader's own node reports the same, with no connection in between. A list of all ranks of the job is an empty one on
+the way, so that a report or order that each rank gets stays short: `shortened` before it is sent, `in_full` after.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from msgspec import field
 from msgspec.structs import asdict, replace
 
 from ttprun.protocol import channel, meeting
-from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.board import SHARED, Field
-from ttprun.protocol.codec import Message, Refused, decode_fields, fields_of
-from ttprun.protocol.meeting import Legacy
+from ttprun.protocol.codec import Message, Refused, decode, decode_fields, encode, fields_of
+from ttprun.protocol.from_rank import Put, RankFrozen
+from ttprun.protocol.meeting import Known, Legacy
+from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.protocol.standby_messages import WarmUp
+from ttprun.protocol.to_rank import Freeze, KeepMirror, LoadMirror, Replay
+
+
+def shortened(message: Any, world_size: int) -> Any:
+    """The message as it is sent to another agent."""
+    match message:
+        case RankFrozen(journal=journal):
+            names = [name for name, group in journal.items() if group.ranks == _all(world_size)]
+            short = {name: replace(journal[name], ranks=[]) for name in names}
+            return replace(message, journal=journal | short) if short else message
+        case Freeze(ranks=ranks, lost=lost) if ranks == _but(lost, world_size):
+            return replace(message, ranks=())
+    return message
+
+
+def in_full(message: Any, world_size: int) -> Any:
+    """The message as it was before it was shortened."""
+    match message:
+        case RankFrozen(journal=journal):
+            full = {name: replace(group, ranks=_all(world_size)) for name, group in journal.items() if not group.ranks}
+            return replace(message, journal=journal | full) if full else message
+        case Freeze(ranks=(), lost=lost):
+            return replace(message, ranks=_but(lost, world_size))
+    return message
+
+
+@cache
+def _all(world_size: int) -> list[int]:
+    """One list for all reports: that of each rank would be as many as there are ranks, squared."""
+    return list(range(world_size))
+
+
+def _but(lost: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    gone = frozenset(lost)
+    return tuple(rank for rank in range(world_size) if rank not in gone)
+
 
 _LARGEST = 1 << 63  # what a cell of the board cannot hold
 _LONGEST_S = 1e9
@@ -160,3 +200,110 @@ def why_unfit(message: Any, world_size: int) -> str:
     if not 0 <= fields.get("detected_after_s", 0) < _LONGEST_S:
         return "a time is out of range"
     return ""
+
+
+class Begin(Message, frozen=True):
+    """Welcome the ranks, in this generation.
+
+    is_resumed   they resume from a checkpoint, and wait for orders
+    """
+
+    generation: int
+    is_resumed: bool = False
+
+
+class Forward(Message, frozen=True):
+    """Forward a message to ranks of this node.
+
+    to     (rank, pid): to each that still has this process
+    line   of `encoded`
+    """
+
+    to: list[tuple[int, int]]
+    line: str
+
+    def message(self, world_size: int) -> Any:
+        """The message, or `Refused`."""
+        return in_full(decode(self.line.encode(errors="surrogatepass"), channel.KNOWN), world_size)
+
+
+def encoded(message: Any, world_size: int) -> str:
+    """A message for ranks, encoded once for all that get it."""
+    return encode(shortened(message, world_size)).decode().rstrip("\n")
+
+
+class Broadcast(Message, frozen=True):
+    """Forward what ranks report to all others, to the ranks of this node.
+
+    puts   (rank who has reported it, what it is)
+    """
+
+    puts: list[tuple[int, Put]]
+
+
+class VoidEvidence(Message, frozen=True):
+    """What a rank gave to its newest step was wrong: its replacement must not be measured against that."""
+
+    rank: int
+
+
+class VoidBeyond(Message, frozen=True):
+    """What lost ranks have recorded beyond this boundary is void."""
+
+    boundary: int
+
+
+class StorePart(Message, frozen=True):
+    """Write a rank's own part of a checkpoint to this file; the answer is PartStored."""
+
+    rank: int
+    boundary: int
+    path: str
+
+
+class GiveRecords(Message, frozen=True):
+    """Send what this node keeps of the records of these lost ranks."""
+
+    ranks: list[int]
+
+
+class Strike(Message, frozen=True):
+    """Cause a fault in this node now, one that comes from outside.
+
+    pid          the process of the rank that it is meant for
+    number       of the strike
+    is_reported  the rank has reported it, and waits for the agent's part in it
+    """
+
+    rank: int
+    pid: int
+    number: int
+    fault: str
+    is_reported: bool
+
+
+class Recovered(Message, frozen=True):
+    """An incident has ended well: standbys are to be refilled."""
+
+
+class Published(Message, frozen=True):
+    """How the whole job stands: what the leader has just written to its own run directory.
+
+    name   status or topology
+    text   the file's content
+    """
+
+    name: str
+    text: str
+
+
+# What a node's actuator carries out.
+Order = (
+    SpawnRank | KillRank | Replay | LoadMirror | Rewind
+    | Begin | VoidEvidence | KeepMirror | VoidBeyond | Broadcast | StorePart | GiveRecords | Strike | Recovered
+)  # fmt: skip
+OfLeader = (
+    Order | Forward | Published | Known | Rows | Records
+    | meeting.Accepted | meeting.Rejected | meeting.Concluded | WarmUp | meeting.RankSlots | meeting.Regroup
+    | meeting.SparePools | meeting.Master | meeting.Deposed | meeting.Packed
+)  # fmt: skip

@@ -13,19 +13,18 @@ from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.rank_events import RankExited
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.fault_events import ConnectionBroken
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
+from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed
 from ttprun.recovery.ladder import (
     begin_persisting,
     drain,
     end_job,
     finish_job,
     may_persist,
-    restart_group,
+    take_lower_rung,
     why_no_restart,
 )
-from ttprun.recovery.leader_events import DeadlinePassed
-from ttprun.recovery.members import Life, Member
+from ttprun.recovery.members import Member, RankState
 from ttprun.recovery.phases import DEADLINE_NAMES, Result, open_incident, unchanged
 
 LEFT = "exit 0"  # kind of the incident
@@ -54,13 +53,13 @@ def let_others_finish(job: Job, event: RankExited) -> Result:
 
 def mark_finished(job: Job, event: RankExited) -> Job:
     """The rank's script has reached its end."""
-    return job.with_member(event.rank, pid=None, life=Life.FINISHED)
+    return job.with_member(event.rank, pid=None, life=RankState.FINISHED)
 
 
 def on_frozen_while_draining(job: Job, event: RankFrozen) -> Result:
     """A rank stands still; if all do, and some not at the script's end, nobody will finish any more."""
     member = job.members[event.rank]
-    if member.life is not Life.LIVE or member.frozen is not None:
+    if member.life is not RankState.LIVE or member.frozen is not None:
         return unchanged(job, event)
     return end_standstill(job.with_member(event.rank, frozen=event), event.at_s)
 
@@ -86,13 +85,13 @@ def end_standstill(job: Job, at_s: float, actions: tuple[Action, ...] = ()) -> R
 
 def end_drain_early(job: Job, at_s: float, why: Reason) -> Result:
     """Ranks are left that will not finish."""
-    return restart_group(job, at_s, why) if job.lost else end_without_leavers(job, at_s)
+    return take_lower_rung(job, at_s, why) if job.lost else end_without_leavers(job, at_s)
 
 
 def end_drain(job: Job, at_s: float) -> Result:
     """The last rank that could finish is gone."""
     why = f"{name_ranks(job.lost)} did not finish, and no other rank is running any more"
-    return restart_group(job, at_s, Reason("ranks-have-finished", why)) if job.lost else finish_job(job, at_s)
+    return take_lower_rung(job, at_s, Reason("ranks-have-finished", why)) if job.lost else finish_job(job, at_s)
 
 
 def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
@@ -115,7 +114,9 @@ def end_without_leavers(job: Job, at_s: float) -> Result:
     if job.incident.kind not in _CONSEQUENCES:
         fault = f"{fault}; {job.cause}"
     gone = (job.members[rank] for rank in leavers)
-    job = job.with_members(*(replace(member, life=Life.LOST, is_rerun=False, is_protected=False) for member in gone))
+    job = job.with_members(
+        *(replace(member, life=RankState.LOST, is_rerun=False, is_protected=False) for member in gone)
+    )
     job = replace(job, cause=fault).with_incident(kind=LEFT, ranks=leavers, reason=Reason(text=fault))
     why_not = why_no_restart(job)
     ending = Ending(

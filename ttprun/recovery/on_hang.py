@@ -11,20 +11,19 @@ from dataclasses import replace
 from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankHung
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
+from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed, RankDiverged, RankHung
 from ttprun.recovery.ladder import (
     begin_attempt,
     drain,
     end_job,
     fail_job,
-    restart_group,
+    take_lower_rung,
     why_too_many_incidents,
 )
-from ttprun.recovery.leader_events import DeadlinePassed
-from ttprun.recovery.leaving import on_broken_by_leaver
-from ttprun.recovery.losses import answer_fault, note_fault, why_not_protected
-from ttprun.recovery.members import Life, Member
+from ttprun.recovery.members import Member, RankState
+from ttprun.recovery.on_leave import on_broken_by_leaver
+from ttprun.recovery.on_loss import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     Result,
@@ -83,7 +82,7 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
     is_anyone_unstarted = any(job.members[rank].pid is None for rank in job.survivors)
     is_anyone_left = bool({*job.survivors} - {*guilty}) or job.rewind_to is not None
     if is_anyone_unstarted or not is_anyone_left:
-        return restart_group(
+        return take_lower_rung(
             job,
             event.at_s,
             Reason("recovery-failed", f"{job.phase} took more than {took_s:.0f} s: waited for {missing_from(job)}"),
@@ -121,7 +120,7 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
     missing = [member for member, what in wanted if what == "to connect"] or [member for member, _ in wanted]
     of_silent = frozenset(silent)
     seen_silent = tuple(member.rank for member in missing if member.rank in of_silent)
-    first = Life.LIVE if job.phase is JobPhase.FREEZING else Life.LOST
+    first = RankState.LIVE if job.phase is JobPhase.FREEZING else RankState.LOST
     likely = tuple(member.rank for member in missing if member.life is first)
     return seen_silent or likely or tuple(member.rank for member in missing)
 
@@ -187,10 +186,10 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     if why_hopeless:
         return fail_job(job, event.at_s, why_hopeless, has_progress=False, rung="fail")
     if not may_reconnect:
-        return restart_group(job, event.at_s, Reason("switched-off", "connecting again is switched off (rungs)"))
+        return take_lower_rung(job, event.at_s, Reason("switched-off", "connecting again is switched off (rungs)"))
     if times > job.settings.max_reconnects:
         how_often = {2: "once", 3: "twice"}.get(times, f"{times - 1} times")
-        return restart_group(
+        return take_lower_rung(
             job,
             event.at_s,
             Reason(
@@ -238,9 +237,9 @@ def on_mismatch(job: Job, event: MismatchFound) -> Result:
     next one, which is no attempt that has failed: ranks count how often they have tried.
     """
     member = job.members[event.rank]
-    if event.is_near and member.life is Life.LOST and "replace" in job.settings.rungs:
+    if event.is_near and member.life is RankState.LOST and "replace" in job.settings.rungs:
         return try_again(job, event.at_s, event.why, "repair it", is_free=True)
-    if member.life is Life.LOST and not member.is_rerun:
+    if member.life is RankState.LOST and not member.is_rerun:
         return give_up_replacing(job, event.at_s, event.why, is_replayable=not event.is_contradiction)
     if not (member.is_rerun and member.has_orders and "replace" in job.settings.rungs):
         return give_up_on_mismatch(job, event)
@@ -271,7 +270,7 @@ def try_again(job: Job, at_s: float, fault: Reason, what_for: str, is_free: bool
         )
     if attempt > job.settings.max_attempts:
         said = f"{job.settings.max_attempts} attempts to {what_for} failed, the last one in {job.phase}"
-        return restart_group(
+        return take_lower_rung(
             job, at_s, fault.within(said) if fault.kind else Reason("recovery-failed", said), is_refusal=False
         )
     return begin_attempt(job.with_incident(attempt=attempt), at_s)

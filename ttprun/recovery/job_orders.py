@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.incident import Incident
+from ttprun.recovery.job import Incident
 
 
 class NoteUnusable(Action, frozen=True):

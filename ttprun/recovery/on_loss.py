@@ -13,8 +13,8 @@ from ttprun.protocol.from_rank import RankFaulted, RankHindered, RankProtected, 
 from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankHung
 from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
+from ttprun.recovery.job_events import GroupRestarted, NodeLost, RankDiverged, RankHung, RanksCompared
 from ttprun.recovery.ladder import (
     begin_attempt,
     begin_persisting,
@@ -23,14 +23,13 @@ from ttprun.recovery.ladder import (
     fail_job,
     finish_job,
     may_persist,
-    restart_group,
+    take_lower_rung,
     why_no_restart,
     why_no_source,
     why_too_many_incidents,
 )
-from ttprun.recovery.leader_events import GroupRestarted, RanksCompared
-from ttprun.recovery.leaving import end_drain, let_others_finish, mark_finished
-from ttprun.recovery.members import Life, MemberFlag
+from ttprun.recovery.members import MemberFlag, RankState
+from ttprun.recovery.on_leave import end_drain, let_others_finish, mark_finished
 from ttprun.recovery.phases import (
     CONNECTION,
     RESUME,
@@ -66,7 +65,7 @@ def on_unprotected(job: Job, event: RankUnprotected) -> Result:
 def on_unprotected_in_repair(job: Job, event: RankUnprotected) -> Result:
     """The repair cannot be completed."""
     job, _ = on_unprotected(job, event)
-    return restart_group(job, event.at_s, as_of_job(event))
+    return take_lower_rung(job, event.at_s, as_of_job(event))
 
 
 def on_compared(job: Job, event: RanksCompared) -> Result:
@@ -78,7 +77,7 @@ def on_compared_in_repair(job: Job, event: RanksCompared) -> Result:
     """The repair continues only if each lost rank still has a source."""
     job, _ = on_compared(job, event)
     why_not = why_no_source(job, job.lost, job.quiesced) if job.rewind_to is None else Reason()
-    return restart_group(job, event.at_s, why_not) if why_not else (job, ())
+    return take_lower_rung(job, event.at_s, why_not) if why_not else (job, ())
 
 
 def on_hindered(job: Job, event: RankHindered) -> Result:
@@ -104,9 +103,9 @@ def on_exit(job: Job, event: RankExited) -> Result:
 def on_exit_in_repair(job: Job, event: RankExited) -> Result:
     """A survivor or a replacement has ended before the repair was complete."""
     member = job.members[event.rank]
-    is_replacement = member.life is Life.LOST
+    is_replacement = member.life is RankState.LOST
     if event.is_finish and is_replacement:
-        return restart_group(
+        return take_lower_rung(
             job,
             event.at_s,
             Reason(
@@ -148,7 +147,7 @@ def on_faulted(job: Job, event: RankFaulted) -> Result:
     An error that comes back in a new process is not transient.
     """
     member = job.members[event.rank]
-    if member.life is Life.LOST and not member.is_rerun and is_known(job, event):
+    if member.life is RankState.LOST and not member.is_rerun and is_known(job, event):
         return fail_for_good(note_fault(job, event), event)
     is_kept = may_rerun(job, event.rank)
     job, actions = answer_fault(job, event)
@@ -199,7 +198,7 @@ def is_of_script_alone(event: LossEvent) -> bool:
 
 def may_rerun(job: Job, rank: int) -> bool:
     """Whether a process that survives a fault of its script is kept, to run it again."""
-    return "rerun" in job.settings.rungs and job.members[rank].life is Life.LIVE
+    return "rerun" in job.settings.rungs and job.members[rank].life is RankState.LIVE
 
 
 def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
@@ -225,13 +224,13 @@ def on_node_lost(job: Job, event: NodeLost) -> Result:
 
     What the node kept in its memory is gone too: there is no way back to a snapshot.
     """
-    lost = tuple(rank for rank in event.ranks if job.members[rank].life in (Life.LIVE, Life.LOST))
+    lost = tuple(rank for rank in event.ranks if job.members[rank].life in (RankState.LIVE, RankState.LOST))
     if not lost:
         return unchanged(job, event)
     job = replace(without_nodes(job, lost), snapshot=None)
     event = structs.replace(event, ranks=lost)
     if job.alone or job.count(MemberFlag.TRAINS_ALONE):
-        return restart_group(
+        return take_lower_rung(
             note_fault(job, event),
             event.at_s,
             Reason("no-survivor", "ranks that train without a process group are repaired on their own node only"),
@@ -241,7 +240,7 @@ def on_node_lost(job: Job, event: NodeLost) -> Result:
 
 def on_node_lost_while_draining(job: Job, event: NodeLost) -> Result:
     """Some ranks less to wait for."""
-    lost = tuple(rank for rank in event.ranks if job.members[rank].life in (Life.LIVE, Life.LOST))
+    lost = tuple(rank for rank in event.ranks if job.members[rank].life in (RankState.LIVE, RankState.LOST))
     if not lost:
         return unchanged(job, event)
     job = note_fault(without_nodes(job, lost), structs.replace(event, ranks=lost))
@@ -259,7 +258,7 @@ def on_started_in_vain(job: Job, event: RankStarted) -> Result:
     """A replacement that was still being started is not needed any more; any other rank starts late."""
     job = note_process(job, event)
     member = job.members[event.rank]
-    if member.life is not Life.LOST:
+    if member.life is not RankState.LOST:
         return job, ()
     return job.with_member(event.rank, pid=None), (KillRank(event.rank, "no repair is possible any more"),)
 
@@ -268,7 +267,7 @@ def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
     """Replicas differ, and it is not known which is right."""
     job = open_incident(job, event.at_s, event.kind, str(event.why), detect_s=0.0)
     job = job.with_incident(ranks=(event.rank,), reason=event.why)
-    return restart_group(
+    return take_lower_rung(
         job, event.at_s, Reason("other-weights", "the state of the ranks cannot be trusted"), is_trusted=False
     )
 
@@ -319,7 +318,7 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
     is_going_back = job.rewind_to is not None and not {*job.survivors} - {*ranks_of(event)}
     needs_process = not is_rerun or any(member.needs_process for member in job.replacements)
     why_not = why_not_protected(job, needs_process and not is_going_back) or why_not_replayed(job, event)
-    was_survivor = any(job.members[rank].life is Life.LIVE for rank in ranks_of(event))
+    was_survivor = any(job.members[rank].life is RankState.LIVE for rank in ranks_of(event))
     is_first_fault = job.incident is None
     is_free = is_first_fault or (was_survivor and job.phase is JobPhase.FREEZING and not is_costly)
     attempt = (job.incident.attempt if job.incident else 1) + (0 if is_free else 1)
@@ -347,9 +346,9 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
             ),
         )
     if job.settings.is_alone and job.rewind_to is None:
-        return restart_group(job, at_s, Reason())
+        return take_lower_rung(job, at_s, Reason())
     if not job.survivors and job.rewind_to is None:
-        return restart_group(job, at_s, Reason("no-survivor", "all ranks of the group were lost"))
+        return take_lower_rung(job, at_s, Reason("no-survivor", "all ranks of the group were lost"))
     if attempt > job.settings.max_attempts:
         return give_up_replacing(
             job,
@@ -411,11 +410,11 @@ def why_it_does_not_help(job: Job) -> Reason:
 def note_fault(job: Job, event: LossEvent) -> Job:
     """The rank is lost: open an incident, or add the fault to the open one."""
     if isinstance(event, RankFaulted) and may_rerun(job, event.rank):
-        job = job.with_member(event.rank, life=Life.LOST, is_rerun=True, has_orders=False)
+        job = job.with_member(event.rank, life=RankState.LOST, is_rerun=True, has_orders=False)
     else:
         lost = (job.members[rank] for rank in ranks_of(event))
         job = job.with_members(
-            *(replace(member, pid=None, life=Life.LOST, is_rerun=False, is_protected=False) for member in lost)
+            *(replace(member, pid=None, life=RankState.LOST, is_rerun=False, is_protected=False) for member in lost)
         )
     if job.incident is None:
         fault = identity_of(event)
