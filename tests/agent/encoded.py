@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from ttprun.agent.lead.wire import Wire
-from ttprun.protocol import node_messages
+from ttprun.protocol import node_messages as nodes
 from ttprun.protocol.codec import decode, encode
 
-_KNOWN = {
-    kind.__name__: kind
-    for kind in (*get_args(node_messages.Report), *get_args(node_messages.Order), node_messages.Forward)
-}
+_KNOWN = {kind.__name__: kind for kind in (*get_args(nodes.Report), *get_args(nodes.Order), nodes.Forward)}
 
 
 class EncodedWire(Wire):
@@ -22,8 +19,8 @@ class EncodedWire(Wire):
 
     def report(self, report: Any) -> None:
         size = len(self._node.slots)
-        if isinstance(report, node_messages.Said):
-            said: node_messages.Said = through(report.encoded(size, node_messages.Rows(0, [])))
+        if isinstance(report, nodes.Said):
+            said: nodes.Said = through(report.encoded(size, nodes.Rows(0, [])))
             super().report(said.decoded(size))
         else:
             super().report(through(report))
@@ -41,9 +38,7 @@ class EncodedCarrier:
 
     def forward(self, rank: int, pid: int, message: Any) -> None:
         size = len(self._node.slots)
-        forward: node_messages.Forward = through(
-            node_messages.Forward([(rank, pid)], node_messages.encoded(message, size))
-        )
+        forward: nodes.Forward = through(nodes.Forward([(rank, pid)], nodes.encoded(message, size)))
         self._own.forward(rank, pid, forward.message(size))
 
 

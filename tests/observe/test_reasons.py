@@ -23,14 +23,8 @@ TREES = {
     if path.name != "reasons.py"
 }
 # Who says why not.
-SAYERS = {
-    "give_up_protection",
-    "note_hindrance",
-    "report_mismatch",
-    "RankUnprotected",
-    "RankHindered",
-    "take_lower_rung",
-}
+SAYERS = {"give_up_protection", "note_hindrance", "report_mismatch", "RankUnprotected", "RankHindered"}
+SAYERS |= {"take_lower_rung"}
 CUTS = {"search", "match", "fullmatch", "split", "findall", "sub", "startswith", "partition", "rpartition", "endswith"}
 OURS = {"reason", "why", "why_not", "cause", "sentence"}
 # What is looked for here was written by others: the script's exception, torch, argparse; or is the script's variable.

@@ -126,9 +126,7 @@ def test_members_count_what_they_wait_for_as_a_scan_would() -> None:
 
     for rank in (0, CHUNK - 1, CHUNK, 2 * CHUNK + 2):
         members = members.with_changed([Member(rank=rank, life=RankState.LOST, hindrance=Reason(text="a loop"))])
-    members = members.with_each(
-        lambda one: Member(rank=one.rank, life=RankState.LOST, pid=1) if one.rank > 250 else one
-    )
+    members = members.with_each(lambda it: Member(rank=it.rank, life=RankState.LOST, pid=1) if it.rank > 250 else it)
 
     assert members == Members.of(members)
     flags = [flag for name, flag in vars(MemberFlag).items() if name.isupper()]

@@ -1,8 +1,8 @@
 """The rung "resize": the others train on without ranks for which there is no replacement, until these are called back.
 
 Only a framework that can rebuild its groups for fewer ranks can do that; its ranks declare so (`ElasticDeclared`). With
-a lost rank its whole data-parallel replica leaves (`RankState.AWAY`), and the rest must hold a whole copy of every shard.
-How they are called back is in `planned`. Begin with `give_up_replacing`.
+a lost rank its whole data-parallel replica leaves (`RankState.AWAY`), and the rest must hold a whole copy of every
+shard. How they are called back is in `on_request.py`. Begin with `give_up_replacing`.
 """
 
 from __future__ import annotations
