@@ -192,47 +192,6 @@ def test_each_change_deep_in_what_was_kept_is_in_the_next_record(
     assert are_alike(again, found)
 
 
-def test_what_changes_at_each_boundary_is_in_each_record() -> None:
-    config = _config()
-    scope = {"config": config}
-
-    for number in range(20):
-        config.child.child.count = number
-        config.sizes["large"].append(number)
-        found = at_boundary(scope, True)
-        assert are_alike(found, record(scope))
-
-
-SHARED: dict[str, Callable[[Scope, list[Any]], Any]] = {
-    "by its other name": lambda scope, shared: scope["other"].append(1),
-    "one is another now": lambda scope, shared: scope.update(other=[]),
-    "one is gone": lambda scope, shared: scope.pop("other"),
-    "a third name": lambda scope, shared: scope["object"].__dict__.update(third=shared),
-    "in the object alone": lambda scope, shared: setattr(scope["object"], "own", [1, 2]),
-}
-
-
-@pytest.mark.parametrize("change", SHARED)
-def test_what_two_places_share_is_one_object_before_and_after_a_change(change: str) -> None:
-    shared: list[Any] = [1, [2]]
-    scope = {
-        "open": [torch.ones(1)], "other": shared, "object": SimpleNamespace(own=shared, weight=torch.ones(1)),
-        "last": {"own": shared},
-    }  # fmt: skip
-    for _ in range(BOUNDARIES):
-        at_boundary(scope, True)
-
-    SHARED[change](scope, shared)
-    behind, again = at_boundary(scope, True), at_boundary(scope, True)
-    here: Scope = {}
-    here["object"] = SimpleNamespace()
-    Restore(behind[1], is_comparing=False).module(here, behind[0], "")
-
-    assert are_alike(behind, afresh(scope))
-    assert are_alike(again, behind)
-    assert here["last"]["own"] == shared
-
-
 def test_what_is_met_earlier_from_now_on_is_referred_to_where_it_was_kept() -> None:
     rows = [{"id": 1}, {"id": 2}]
     first: Scope = {"row": None, "weight": torch.ones(1)}

@@ -1,27 +1,33 @@
-"""Random variables, changed at random from boundary to boundary: each record says what is there, whatever was kept.
+"""Random variables, changed at random from boundary to boundary: each record equals that of a walk that keeps nothing.
 
-A record is compared with the variables themselves, as trees in which each object has the number of its first visit: so
-which places share an object counts, and where it is defined in the record does not.
+Nothing of this may be kept too long: nodes of names, runs of items, trees of data, hashes of small tensors and arrays
+and of large ones. The fresh walk meets all in the same order. At a boundary at which not everything is looked at, what
+differs must have an age.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from tests.capture import user_values
+from tests.capture.records import record_of
 from tests.capture.user_values import Bare, FrozenState, Meter, NamedCounts, Point
 from tests.capture.values.carrying import Scope, as_the_recorder_writes_them
 from ttprun.capture import values
-from ttprun.capture.records import nodes
-from ttprun.capture.values import Snapshot, kept
-from ttprun.capture.values.snapshot import with_fixed
+from ttprun.capture.records.nodes import AnyNode, RefusedNode
+from ttprun.capture.values import Snapshot, arrays, changes, containers, data_trees, kept, large, long_items, tensors
+from ttprun.capture.values.changes import Clock
+from ttprun.capture.values.snapshot import _numbers
+from ttprun.capture.values.trees import Comparison, number_of, parts
 
 BOUNDARIES = 60
 QUIET = 0.6  # of the boundaries have no change before them
@@ -63,7 +69,9 @@ class Script:
         found = [one for one in reached(self.scopes) if type(one) in CHANGES]
         self.pool = [one for one in found if not any(one is scope for scope in self.scopes)]
         value = self.value()
-        target = self.random.choice(found if self.random.random() < 0.75 else self.scopes)
+        kind = self.random.choice(list({type(each): None for each in found}))
+        alike = [each for each in found if type(each) is kind]
+        target = self.random.choice(alike if self.random.random() < 0.75 else self.scopes)
         if not any(target is scope for scope in self.scopes):
             CHANGES[type(target)](self, target, value)
         elif self.random.random() < 0.2 and len(target) > 1:
@@ -78,6 +86,16 @@ def _object(script: Script, depth: int) -> Bare:
     return made
 
 
+def _many(make: Callable[[Script, int], Any]) -> Callable[[Script, int], Any]:
+    return lambda script, depth: [make(script, depth) for _ in range(script.random.choice([5, 14, 14, 25]))]
+
+
+def _large(script: Script, depth: int) -> Any:
+    """Elements that are compared, not recorded."""
+    filled = numpy.arange(20_000, dtype="float32") + script.random.randrange(5)
+    return filled if script.random.random() < 0.5 else torch.from_numpy(filled)
+
+
 def _tensor(script: Script, depth: int) -> torch.Tensor:
     whole = torch.arange(4.0) + script.random.randrange(5)
     views = [one for one in script.pool if type(one) is torch.Tensor and one.numel() == len(whole)]
@@ -85,10 +103,20 @@ def _tensor(script: Script, depth: int) -> torch.Tensor:
 
 
 MAKERS: list[Callable[[Script, int], Any]] = [
-    *[lambda script, depth: script.values(depth)] * 3,
-    *[lambda script, depth: script.named("abcdef", depth)] * 3,
-    *[_object] * 3,
+    *[lambda script, depth: script.values(depth)] * 4,
+    *[lambda script, depth: script.named("abcdef", depth)] * 4,
+    *[_object] * 6,
     *[_tensor] * 2,
+    *[_large] * 2,
+    lambda script, depth: numpy.arange(4.0) + script.random.randrange(5),
+    *[_many(lambda script, depth: script.random.randrange(3))] * 3,
+    *[_many(lambda script, depth: [script.value(4), script.value(4)])] * 2,
+    *[_many(lambda script, depth: {"a": script.value(4), "b": 2})] * 2,
+    *[_many(lambda script, depth: torch.full((4,), script.random.random()))] * 2,
+    *[_many(lambda script, depth: numpy.full(4, script.random.random()))] * 2,
+    _many(lambda script, depth: script.value(depth + 1)),
+    lambda script, depth: {f"k{number}": script.value(depth + 2) for number in range(14)},
+    lambda script, depth: set(range(script.random.randrange(12, 16))),
     lambda script, depth: OrderedDict(script.named("abcdef", depth)),
     lambda script, depth: NamedCounts(script.named("abcdef", depth)),
     lambda script, depth: {script.random.randrange(9) for _ in range(3)},
@@ -125,9 +153,9 @@ def _change_object(script: Script, target: Any, value: Any) -> None:
     drawn = script.random.random()
     if drawn < 0.2 and vars(target):
         delattr(target, script.random.choice(list(vars(target))))
-    elif drawn < 0.3:
-        target.__dict__ = dict(vars(target))
     elif drawn < 0.4:
+        target.__dict__ = dict(vars(target))
+    elif drawn < 0.5:
         vars(target)[script.random.choice("pqrst")] = value
     else:
         setattr(target, script.random.choice("pqrst"), value)
@@ -138,6 +166,10 @@ def _change_tensor(script: Script, target: Any, value: Any) -> None:
         target.add_(1)
     else:
         target.data.mul_(2)  # which no version counts
+
+
+def _change_array(script: Script, target: Any, value: Any) -> None:
+    target[script.random.randrange(len(target))] += 1
 
 
 def _change_set(script: Script, target: Any, value: Any) -> None:
@@ -155,6 +187,7 @@ CHANGES: dict[type, Callable[[Script, Any, Any], None]] = {
     Bare: _change_object,
     Meter: lambda script, target, value: target.update(script.random.random()),
     torch.Tensor: _change_tensor,
+    numpy.ndarray: _change_array,
     type(user_values.make_counter()): lambda script, target, value: target(),
 }
 
@@ -181,144 +214,155 @@ def reached(scopes: list[Scope]) -> Iterator[Any]:
             left += _inner(one)
 
 
-class Tree:
-    """A canonical form: tuples of a kind, the number of the first visit, and the parts."""
+class Kept:
+    """What the records of one script are compared with.
 
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
+    orders   names of each scope, by its id, in the order in which the newest walk has met them
+    roots    ids of what the newest walk has met as a tree of data
+    apart    (id, part) of containers whose items were walked over one by one
+    wholes   ids of the items of those that were asked for trees, and whether they hold some
+    """
 
-    def visit(self, key: Any) -> tuple[int, bool]:
-        is_new = key not in self.numbers
-        return self.numbers.setdefault(key, len(self.numbers)), is_new
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.orders: dict[int, list[str]] = {}
+        self.roots: set[int] = set()
+        self.apart: set[tuple[int, int]] = set()
+        self.wholes: dict[tuple[int, ...], bool] = {}
+        self._nodes, self._node_of, self._items = kept.Names.nodes, data_trees.node_of, long_items.kept_items
+        patch.setattr(kept.Names, "nodes", lambda *given: self._note_order(*given))
+        patch.setattr(containers, "node_of", self._note_root)
+        patch.setattr(containers, "kept_items", self._note_items)
+        patch.setattr(containers, "holds_trees", self._note_whole)
 
+    def _note_order(self, names: kept.Names, snapshot: Snapshot, scope: Scope, *given: Any) -> dict[str, Any]:
+        made = self._nodes(names, snapshot, scope, *given)
+        self.orders[id(scope)] = [*(names.entered.nodes if names.entered else ()), *made]
+        return made
 
-class Live(Tree):
-    """Of the variables themselves."""
+    def _note_root(self, snapshot: Snapshot, value: Any) -> Any:
+        made = self._node_of(snapshot, value)
+        self.roots |= {id(value)} if made is not None else set()
+        return made
 
-    def of(self, one: Any) -> Any:
-        kind = type(one)
-        if kind in (int, float, str, bool, type(None)):
-            return kind.__name__, repr(one)
-        if kind in (tuple, Point):
-            return kind.__name__, *map(self.of, one)
-        if kind is FrozenState:
-            return kind.__name__, one.step, one.tokens
-        number, is_new = self.visit(id(one))
-        if not is_new:
-            return number
-        if kind is torch.Tensor:
-            return "Tensor", number, self.visit(one.untyped_storage().data_ptr())[0], one.tolist()
-        if kind is type(user_values.make_counter()):
-            return "function", number, one.__closure__[0].cell_contents
-        if kind in (dict, OrderedDict, NamedCounts):
-            items = [(key, self.of(item)) for key, item in one.items()]
-            return kind.__name__, number, *items, *((vars(one)["updates"],) if kind is NamedCounts else ())
-        if kind in (Bare, Meter):
-            return "object", number, *((name, self.of(item)) for name, item in sorted(vars(one).items()))
-        if kind is functools.partial:
-            return "partial", number, *map(self.of, one.args)
-        if kind is set:
-            return "set", number, *sorted(one)
-        return kind.__name__, number, *map(self.of, one), *((one.maxlen,) if kind is deque else ())
+    def _note_whole(self, items: Any) -> bool:
+        return self.wholes.setdefault(tuple(map(id, items)), data_trees.holds_trees(items))
 
+    def _note_items(self, snapshot: Snapshot, container: Any, items: Any, which: int = 0) -> Any:
+        made = self._items(snapshot, container, items, which)
+        if not snapshot.is_separate:
+            (self.apart.discard if made is not None else self.apart.add)((id(container), which))
+        return made
 
-class Recorded(Tree):
-    """Of a record."""
+    @contextlib.contextmanager
+    def nothing(self) -> Iterator[None]:
+        """Keep nothing, and take the same for data that was taken for it."""
+        orders = self.orders
 
-    def __init__(self, scopes: list[dict[str, Any]], blobs: list[memoryview]) -> None:
-        super().__init__()
-        self.blobs = blobs
-        self.defined: dict[int, Any] = {}
-        for scope in scopes:
-            self._define(scope)
+        def nodes(names: kept.Names, snapshot: Snapshot, scope: Scope, depth: int, is_lasting: bool) -> dict[str, Any]:
+            order = orders.get(id(scope), [])
+            chosen = sorted(names.choose(scope), key=lambda name: order.index(name) if name in order else len(order))
+            return {name: snapshot.node(scope[name], depth) for name in chosen}
 
-    def _define(self, one: Any) -> None:
-        if isinstance(one, nodes.NumberedNode):
-            assert one.number not in self.defined, f"{one} and {self.defined[one.number]} have one number"
-            self.defined[one.number] = one
-        parts: Any = one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple) else ()
-        if isinstance(one, nodes.AnyNode):
-            parts = [getattr(one, name) for name in one.__struct_fields__]
-        for part in parts:
-            self._define(part)
+        def node_of(snapshot: Snapshot, value: Any) -> Any:
+            return self._node_of(snapshot, value) if id(value) in self.roots else None
 
-    def of(self, one: Any) -> Any:
-        if isinstance(one, nodes.ReferenceNode):
-            return self.of(self.defined[one.number])
-        if not isinstance(one, nodes.AnyNode):
-            return type(one).__name__, repr(one)
-        if isinstance(one, nodes.TupleNode):
-            return "Point" if one.kind else "tuple", *map(self.of, one.items)
-        if isinstance(one, nodes.ValueObjectNode):
-            return "FrozenState", one.attributes["step"], one.attributes["tokens"]
-        assert isinstance(one, nodes.NumberedNode), one
-        number, is_new = self.visit(one.number)
-        return self._new(one, number) if is_new else number
+        def items_of(snapshot: Snapshot, container: Any, items: Any, which: int = 0) -> Any:
+            is_apart = not snapshot.is_separate and (id(container), which) in self.apart
+            return None if is_apart else self._items(snapshot, container, items, which)
 
-    def _new(self, one: Any, number: int) -> Any:
-        match one:
-            case nodes.TensorNode():
-                return "Tensor", number, *self._tensor(one)
-            case nodes.FunctionNode():
-                return "function", number, one.cells["count"]
-            case nodes.DictNode():
-                kind = (one.kind or "dict").rpartition(":")[2]
-                items = [(key, self.of(item)) for key, item in zip(one.keys, one.values, strict=True)]
-                return kind, number, *items, *([one.attributes["updates"]] if kind == "NamedCounts" else [])
-            case nodes.ObjectNode():
-                return "object", number, *((name, self.of(item)) for name, item in sorted(one.attributes.items()))
-            case nodes.PartialNode(arguments=nodes.TupleNode() as arguments):
-                return "partial", number, *map(self.of, arguments.items)
-            case nodes.SetNode():
-                return "set", number, *sorted(one.items)
-            case nodes.DequeNode():
-                return "deque", number, *map(self.of, one.items), one.max_length
-            case nodes.ListNode():
-                return "list", number, *map(self.of, one.items)
-        raise AssertionError(one)
+        def follow(value: Any) -> tuple[bytes, bool]:
+            entry = large._met.get(id(value))
+            return large.fingerprint_of_all(value), entry is not None and entry.is_changing
 
-    def _tensor(self, one: nodes.TensorNode) -> tuple[int, list[float]]:
-        owner = self.defined[one.contents] if isinstance(one.contents, int) else one
-        raw = owner.contents if isinstance(owner.contents, bytes) else self.blobs[owner.contents[0]]
-        whole = torch.frombuffer(bytearray(raw), dtype=torch.float32)
-        stride, offset = ([1], 0) if one.layout is None else one.layout[:2]
-        return self.visit(("storage", owner.number))[0], whole.as_strided(one.shape, stride, offset).tolist()
+        with pytest.MonkeyPatch.context() as patch:
+            for results in changes._all:
+                for name in ("now", "before"):  # objects have the same numbers again
+                    patch.setattr(results, name, dict(getattr(results, name)) if results is _numbers else {})
+            patch.setattr(kept.Names, "nodes", nodes)
+            patch.setattr(containers, "node_of", node_of)
+            patch.setattr(containers, "kept_items", items_of)
+            patch.setattr(containers, "holds_trees", lambda items: self.wholes.get(tuple(map(id, items)), False))
+            patch.setattr(data_trees, "_left", data_trees._Left())
+            patch.setattr(Clock, "records", 0)
+            for module in (arrays, tensors):
+                patch.setattr(module, "follow", follow)
+            yield
 
 
-def trees(tree: Tree, scopes: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: tree.of(scope[name]) for name in sorted(scope)} for scope in scopes]  # type: ignore[attr-defined]
-
-
-def record(scopes: list[Scope]) -> tuple[list[dict[str, Any]], list[memoryview]]:
+def record(scopes: list[Scope]) -> values.Tree:
     """At a boundary: functions' variables come in a dictionary that is new, a module's in its own."""
-    values.begin_boundary()
     snapshot = Snapshot(NOTHING)
     *functions, module = scopes
-    found = [snapshot.variables(dict(scope), ("function", at)) for at, scope in enumerate(functions)]
+    found = [snapshot.variables(scope, ("function", at)) for at, scope in enumerate(functions)]
     found.append(snapshot.variables(module, "module", is_lasting=True))
-    packed = [values.pack(scope) for scope in found]
-    blobs = as_the_recorder_writes_them(snapshot.blobs)
-    return [with_fixed(values.unpack_named(one)) for one in packed], blobs
+    fields = record_of(variables=[values.unpack_named(values.pack(scope)) for scope in found])
+    return values.Tree(fields, as_the_recorder_writes_them(snapshot.blobs))
 
 
-def compare_at_each_boundary(seed: int) -> None:
+def nodes_of(tree: values.Tree) -> list[Any]:
+    waiting = [node for scope in tree.variables for node in scope.values() if isinstance(node, AnyNode)]
+    for node in waiting:
+        waiting += [part for part in parts(node) if isinstance(part, AnyNode)]
+    return waiting
+
+
+def are_alike(first: values.Tree, last: values.Tree) -> bool:
+    comparison = Comparison(first, last)
+    return all(map(comparison.are_same_named, first.variables, last.variables))
+
+
+def compare_at_each_boundary(seed: int, patch: pytest.MonkeyPatch) -> None:
     values.forget()
-    script = Script(seed)
+    script, walks = Script(seed), Kept(patch)
     for boundary in range(BOUNDARIES):
         if script.random.random() >= QUIET:
             for _ in range(script.random.randrange(1, 4)):
                 script.change()
-        recorded, blobs = record(script.scopes)
-        live = trees(Live(), script.scopes)  # type: ignore[arg-type]
-        assert trees(Recorded(recorded, blobs), recorded) == live, f"seed {seed}, boundary {boundary}"  # type: ignore[arg-type]
+        values.begin_boundary()
+        Clock.is_whole = script.random.random() < 0.5
+        Clock.records = min(Clock.records, seed % 2 * 2)  # of every other script, what is new may be data
+        walks.roots.clear()
+        walks.wholes.clear()
+        scopes = [*map(dict, script.scopes[:-1]), script.scopes[-1]]
+
+        recorded = record(scopes)
+
+        with walks.nothing():
+            fresh = record(scopes)
+        here = nodes_of(recorded)
+        numbers = [number for node in here if (number := number_of(node)) is not None]
+        assert len(numbers) == len(set(numbers)), f"seed {seed}, boundary {boundary}: two objects have one number"
+        has_age = any(getattr(node, "age", 0) for node in here) and not Clock.is_whole
+        is_refused = RefusedNode in map(type, here)  # what is in a refused container has no node
+        is_same = are_alike(recorded, fresh) and are_alike(fresh, recorded)
+        assert is_same or has_age or is_refused, f"seed {seed}, boundary {boundary}"
 
 
 def compare_all(seeds: range) -> None:
     for seed in seeds:
-        compare_at_each_boundary(seed)
+        with pytest.MonkeyPatch.context() as patch:
+            if seed % 3 > 0:
+                patch.setattr(changes, "_TURNS", (4, 4, 4, 4))
+                patch.setattr(long_items, "_TURN", 4)
+                patch.setattr(data_trees, "MANY", 12)
+                patch.setattr(data_trees, "DATA_BYTES", 100)
+                patch.setattr(data_trees, "_MANY_ROWS", 4)
+                patch.setattr(data_trees, "SMALL_BYTES", 100)
+            if seed % 5 == 0:
+                patch.setattr(containers, "MANY_ROWS", 10)
+                patch.setattr(containers, "MAX_ITEMS", 20)
+                patch.setattr(long_items, "MAX_ITEMS", 20)
+            compare_at_each_boundary(seed, patch)
 
 
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    Clock.is_whole = False
+    values.forget()
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
 def test_a_record_is_what_the_variables_are_at_each_boundary(first: int) -> None:
     compare_all(range(first, first + 10))
 

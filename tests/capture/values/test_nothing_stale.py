@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,9 @@ import torch
 import tqdm
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.capture import user_values
 from tests.capture.user_values import Meter
 from tests.capture.values.carrying import (
     Scope,
-    are_alike,
     big,
     carry,
     record,
@@ -116,36 +114,6 @@ def test_nothing_in_a_record_can_call_what_the_script_has_not_made() -> None:
         Restore([], True).module(here, {"x": ValueObjectNode("subprocess:Popen", {"args": "true"})}, "")
 
     assert struck == []
-
-
-MODULES: dict[str, Callable[[Scope], Any]] = {
-    "another value": lambda scope: scope.update(rate=0.25),
-    "a new name": lambda scope: scope.update(fresh=1),
-    "a name that is gone": lambda scope: scope.pop("rate"),
-    "an attribute of a function": lambda scope: setattr(scope["function"], "calls", 1),
-}
-
-
-@pytest.fixture(autouse=True)
-def _leave_the_function_as_it_was() -> Iterator[None]:
-    yield
-    vars(user_values.wait_for).clear()
-
-
-@pytest.mark.parametrize("boundaries", [3, 30])
-@pytest.mark.parametrize("change", MODULES)
-def test_what_changes_in_a_module_behind_many_boundaries_comes_as_it_is_now(change: str, boundaries: int) -> None:
-    scope: Scope = {"rate": 0.5, "function": user_values.wait_for, "batch": [1]}
-    before: Any = None
-    for number in range(boundaries):
-        scope["batch"][0] = number
-        before = record(scope, key=f"{change} {boundaries}", is_lasting=True)
-
-    MODULES[change](scope)
-    found = record(scope, key=f"{change} {boundaries}", is_lasting=True)
-
-    assert not are_alike(before, found)
-    assert are_alike(found, record(scope))
 
 
 def test_another_module_of_the_same_name_is_not_taken_for_the_one_before() -> None:
