@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from configparser import ConfigParser
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +64,6 @@ def check(resource: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
 def test_all_fields_are_those_of_the_published_schemas(name: str) -> None:
     for resource in resources(name):
-        check(resource)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda spec: spec["failurePolicy"].update(restartstrategy="Recreate"),
-        lambda spec: spec["failurePolicy"]["rules"][0].pop("name"),
-        lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(backofLimit=1),
-        lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(backoffLimit="1"),
-        lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"].update(gracePeriod=1),
-    ],
-)
-def test_a_field_that_is_none_or_of_another_type_is_found(spoil: Callable[[Any], object]) -> None:
-    (resource,) = deepcopy(resources("jobset.yaml"))
-    spoil(resource["spec"])
-
-    with pytest.raises(Exception, match=r"Additional properties|is a required property|is not of type"):
         check(resource)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -120,6 +121,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Process]]:
             stderr=subprocess.DEVNULL,
             text=True,
             env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            start_new_session=True,
         )
         found = Process(process, board, stack_fd)
         started.append(found)
@@ -130,7 +132,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Process]]:
 
     yield start_process
     for found in started:
-        found.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(found.process.pid, signal.SIGKILL)  # a child would hold the pipe for as long as it sleeps
         found.process.communicate()
         os.close(found.stack_fd)
 

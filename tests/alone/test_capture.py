@@ -12,7 +12,10 @@ NOTHING_OF_A_RANK = "not wanted: []"
 CAPTURED = ("-c", "from tests.alone.capture import Capture; Capture('loop.rec').run('train.py')")
 
 
-@pytest.mark.parametrize(("script", "kills"), [(LOADER, [1, 5, 11]), (RANGE, [7])], ids=["loader", "range"])
+@pytest.mark.parametrize(
+    ("script", "kills"),
+    [pytest.param(LOADER, [1, 5, 11], id="loader", marks=pytest.mark.slow), pytest.param(RANGE, [7], id="range")],
+)
 def test_a_killed_loop_goes_on_in_another_process_to_the_same_losses_and_weights(
     tmp_path: Path, script: str, kills: list[int]
 ) -> None:

@@ -18,8 +18,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]
     ("kill_at", "again", "at_least"),
     [
         ("1 inside 2", "", 8),  # a small all-reduce has completed, a large one is under way
-        ("2 inside 0", "2 inside 0", 3),  # and its replacement in the same collective
-        ("0 before 3", "", 10),
+        # And its replacement in the same collective.
+        pytest.param("2 inside 0", "2 inside 0", 3, marks=pytest.mark.slow),
+        pytest.param("0 before 3", "", 10, marks=pytest.mark.slow),
     ],
 )
 def test_a_member_killed_inside_a_collective_is_replaced_and_results_are_those_of_an_undisturbed_run(

@@ -43,6 +43,7 @@ def test_on_the_cpu_all_that_a_recovery_needs_is_tried_and_works() -> None:
     assert "its loss is seen after" in findings[-1].found
 
 
+@pytest.mark.slow
 def test_on_the_simulated_npu_two_ranks_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", simulated_npu.on_path(), prepend=os.pathsep)
 

@@ -180,7 +180,7 @@ for number, (words, output) in enumerate(json.load(sys.stdin)):
 """
 COMMANDS_THAT_PRINT = [
     "--dry-run train.py", "--print-config train.py", "run --help", "--help", "--version", "check --help",
-    "drill --help", "inject-fault list", "doctor", "explain", "explain no-step-yet", "guide", "guide limits",
+    "drill --help", "inject-fault list", "explain", "explain no-step-yet", "guide", "guide limits",
     "status run", "status run --json", "status run --watch", "report run", "topology run",
 ]  # fmt: skip
 

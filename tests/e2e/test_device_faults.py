@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.e2e.harness import (
     PLAIN,
     RunTtprun,
-    Undisturbed,
-    assert_recovered_by,
-    assert_same_outcome,
 )
 
 
@@ -21,32 +17,6 @@ def meaning(fault: str, tmp_path: Path) -> list[str]:
     file = tmp_path / "device.yaml"
     file.write_text(yaml.safe_dump({"device_errors": {"^InjectedFaultError: injected": fault}}))
     return ["--config", str(file)]
-
-
-@pytest.mark.parametrize(
-    ("fault", "rung", "processes", "retry_on"),
-    [
-        ("memory-temporary", "rerun", [1, 1], []),
-        ("device-lost", "replace", [1, 2], ["--retry-on", "InjectedFaultError"]),  # retrying would not help
-    ],
-)
-def test_a_rank_is_kept_or_replaced_as_its_device_asks_for_and_nothing_differs(
-    run_ttprun: RunTtprun,
-    undisturbed: Undisturbed,
-    tmp_path: Path,
-    fault: str,
-    rung: str,
-    processes: list[int],
-    retry_on: list[str],
-) -> None:
-    options = [*meaning(fault, tmp_path), *retry_on]
-
-    result = run_ttprun(PLAIN, 2, faults=["exception:rank=1,step=12,phase=backward"], options=options)
-
-    assert_recovered_by(result, [rung])
-    assert [incident["kind"] for incident in result.incidents] == [fault]
-    assert_same_outcome(result, undisturbed(PLAIN, 2))
-    assert result.process_counts == processes
 
 
 def test_numbers_that_may_be_wrong_in_all_ranks_make_all_start_again(run_ttprun: RunTtprun, tmp_path: Path) -> None:

@@ -44,15 +44,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return command
 
 
-def test_a_rank_of_a_module_that_is_installed_is_replaced_and_nothing_differs(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], installed: Path
-) -> None:
-    result = run_ttprun("trainer.loop", 2, faults=[KILL], options=["-m"])
-
-    assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed(TRAINER, 2))
-
-
 def test_a_rank_of_an_installed_command_is_replaced_and_nothing_differs(
     run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], installed: Path
 ) -> None:

@@ -138,16 +138,6 @@ def test_what_only_delays_a_rank_delays_all_and_changes_nothing(
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
 
 
-def test_a_rank_that_skips_a_collective_is_replaced_before_it_spoils_a_weight(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    result = run_ttprun(WHILE_TRUE, 2, faults=["skip-collective:rank=1,step=12,phase=backward"])
-
-    assert injected(result) == [("skip-collective", "backward", 12)]
-    assert [incident["outcome"] for incident in result.incidents] == ["recovered"]
-    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
-
-
 def test_a_killed_standby_is_replaced_and_nobody_notices(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
     killed = ["standby-kill:rank=0,step=250,phase=forward"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.cases import RETRY, needs, plain, recovered_and_undisturbed
+from tests.e2e.cases import needs, plain, recovered_and_undisturbed
 from tests.e2e.harness import Run, RunTtprun, Undisturbed
 
 TRAINER = "frameworks/lightning_trainer.py"  # 3 epochs of 10 steps
@@ -49,18 +49,6 @@ def test_a_rank_that_trains_with_fabric_is_replaced_and_its_checkpoints_and_logs
     run_ttprun: RunTtprun, undisturbed: Undisturbed, kill: str
 ) -> None:
     assert_replaced_and_the_same(run_ttprun, undisturbed, FABRIC, f": {kill}")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "--bar tqdm: exception:rank=0,step=15,phase=backward",
-    ],
-)
-def test_a_rank_that_meets_a_transient_error_trains_on_in_its_process_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
-) -> None:
-    assert_replaced_and_the_same(run_ttprun, undisturbed, TRAINER, case, rung="rerun", options=RETRY)
 
 
 def assert_replaced_and_the_same(

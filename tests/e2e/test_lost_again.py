@@ -87,17 +87,3 @@ def test_survivors_wait_for_an_agent_that_stands_still_and_go_on(
     result = run_ttprun(GATED, 3, faults=faults)
 
     assert_recovered_like(result, undisturbed(GATED, 3))
-
-
-def test_two_of_three_ranks_killed_at_once_before_a_standby_is_warm_are_both_replaced(
-    start_ttprun: Callable[..., Launch], undisturbed: Callable[..., Run], tmp_path: Path
-) -> None:
-    gate = tmp_path / "gate"
-    launch = start_ttprun(GATED, 3, script_args=["--gate", str(gate)])
-    launch.wait_for_line(0, "step 2 ")
-
-    for pid in started(launch)[1:]:
-        os.kill(pid, signal.SIGKILL)
-    gate.touch()
-
-    assert_recovered_like(launch.finish(), undisturbed(GATED, 3))

@@ -62,30 +62,6 @@ def test_a_spare_takes_the_place_of_a_lost_node_whose_ranks_alone_hold_their_sha
     assert [event["why_not"] for event in runs[1].events if event["event"] == "mirror_fetched"] == [""] * ranks
 
 
-def test_one_of_three_nodes_is_lost_and_then_ranks_of_the_spare_and_of_the_node_after_it(
-    undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    faults = ["kill:rank=2,step=15,phase=in_step", "kill:rank=1,step=17,phase=collective"]
-    with Nodes(4) as nodes:
-        launches = [start_gated(nodes, number, tmp_path, FSDP, faults=faults, size=3) for number in range(3)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
-        spare = start_gated(nodes, 3, tmp_path, FSDP, faults=faults, size=3)  # its rank has them, too
-        lead = leading(launches)
-        launches[lead].wait_for_event("node_waits")
-        lost = launches.pop((lead + 1) % 3)
-
-        nodes.end_processes((lead + 1) % 3)
-        (tmp_path / "gate").touch()
-        leader, runs = finished([*launches, spare])
-        lost.finish()
-
-    assert [one["rung"] for one in leader.incidents] == ["replace"] * 3, leader.story()
-    assert [one["kind"] for one in leader.incidents] == ["node-lost", "signal 9", "signal 9"], leader.story()
-    assert {one["steps_lost"] for one in leader.incidents} == {0}, leader.story()
-    assert_same_weights(runs, undisturbed(FSDP, 3))
-
-
 def test_two_nodes_are_lost_one_after_the_other_inside_a_step_and_in_a_backward_pass(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -157,23 +157,6 @@ def test_what_else_befalls_a_rank_of_several_nodes_is_repaired_and_no_step_is_lo
     assert len(struck) == len(faults), leader.story()
 
 
-@pytest.mark.parametrize("is_cut", [False], ids=["its processes are killed"])
-def test_a_lost_node_ends_the_job_and_says_so(nodes: Nodes, start: StartNodes, is_cut: bool) -> None:
-    launches = start("plain_tensors.py", 1, options=["--node-wait-s", "1"], script_args=["--steps", "100000"])
-    for launch in launches:
-        launch.wait_for_line(0, "step 10 ")
-    other = launches[0]
-
-    nodes.cut(1) if is_cut else nodes.kill(1)
-    run = other.finish()
-
-    assert [(one["kind"], one["rung"]) for one in run.incidents] == [("node-lost", "restart")], run.story()
-    assert run.incidents[0]["ranks"] == [1], run.story()
-    assert run.exit_code not in (0, None), run.story()
-    assert " is lost: " in run.output, run.story()
-    assert_no_orphans(run)
-
-
 @pytest.mark.parametrize(
     ("jobs", "what"),
     [([(PLAIN, 1), (PLAIN, 2)], r"ranks (--nproc-per-node)")],
@@ -324,19 +307,6 @@ def test_a_lost_node_that_comes_back_takes_its_slots_again_and_no_step_is_lost(
 
     assert_replaced(leader, [2, 3])
     assert_same_weights(runs, undisturbed(GATED, 4))
-
-
-def test_one_of_three_nodes_is_lost_and_the_others_wait_for_a_spare(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    with Nodes(4) as nodes:
-        launches = at_gate(nodes, range(3), tmp_path, size="3:4")
-
-        nodes.kill(1)
-        (tmp_path / "gate").touch()
-        spare = start_gated(nodes, 3, tmp_path, size="3:4")
-        leader, runs = finished([launches[0], launches[2], spare])
-
-    assert_replaced(leader, [1])
-    assert_same_weights(runs, undisturbed(GATED, 3))
 
 
 @pytest.mark.parametrize(("host", "by"), [(0, "the save directory"), (1, "the discovery command")])

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import (
     RunTtprun,
-    StartTtprun,
     Undisturbed,
     assert_only_replaced,
     assert_same_outcome,
-    environment,
 )
 
 GAN = "gan_one_fake.py"  # odd boundaries, of the discriminator, are open
@@ -69,23 +64,6 @@ def test_a_gan_that_loses_a_rank_behind_its_generators_step_has_it_replaced(
 
     assert_only_replaced(run)
     assert_same_outcome(run, undisturbed(GAN, 2, args))
-
-
-def test_a_checkpoint_of_a_gan_that_is_asked_for_at_any_moment_can_be_gone_on_from(
-    start_ttprun: StartTtprun, run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    same = {"script_args": ["--iterations", "300"], "out": tmp_path / "out"}
-    launch = start_ttprun(GAN, 2, **same, options=["--save-dir", str(tmp_path / "save")])
-    launch.wait_for_line(0, "iteration 10 ")
-
-    command = [sys.executable, "-m", "ttprun", "checkpoint", "now", "--run", str(launch.run_dir), "--json"]
-    asked = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
-    first = launch.finish()
-
-    reference = undisturbed(GAN, 2, ["--iterations", "300"])
-    assert_same_outcome(first, reference)
-    second = run_ttprun(GAN, 2, **same, options=["--resume", json.loads(asked.stdout)["path"]])
-    assert (second.exit_code, second.hashes) == (0, reference.hashes), second.story()
 
 
 IN_BACKWARD = "steps_in_backward.py"  # 10 iterations of 4 steps: the first two in the backward pass, or all

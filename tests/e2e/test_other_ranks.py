@@ -107,26 +107,6 @@ def test_more_epochs_by_an_argument_and_a_killed_rank_is_replaced_afterwards(job
     assert second.counts == [3] * 100, second.story()
 
 
-LONGER = [
-    # script, its arguments, what makes it longer
-    ("epochs_dataloader.py", ["--workers", "0"], ["--epochs", "4"]),  # workers' random numbers begin anew
-    ("iter_next_two_optimizers.py", [], ["--iterations", "30"]),
-]
-
-
-@pytest.mark.parametrize(("script", "args", "more"), LONGER, ids=[script for script, *_ in LONGER])
-def test_a_run_that_is_made_longer_by_its_arguments_ends_like_one_that_was_so_long_from_the_beginning(
-    job: Job, undisturbed: Callable[..., Run], script: str, args: list[str], more: list[str]
-) -> None:
-    """With as many ranks nothing is rounded otherwise: whatever were taken over wrongly would show in the weights."""
-    first = job.launch(script, 2, args, faults=preempted(9))
-    second = job.launch(script, 2, [*args, *more])
-
-    assert_adapted(second, first.status["checkpoint"]["boundary"])
-    reference = undisturbed(script, 2, [*args, *more])
-    assert second.hashes == reference.hashes, second.story()
-
-
 STYLES = [
     # script, arguments of the old run and of the new one, why it cannot go on
     ("epochs_dataloader.py", ["--per-rank", "168"], ["--per-rank", "112"], ""),

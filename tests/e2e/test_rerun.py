@@ -98,11 +98,3 @@ def test_what_is_not_run_again_is_replaced(
     assert_recovered_by(result, ["replace"])
     assert_same_outcome(result, undisturbed(TRACES, 2, script_args))
     assert result.process_counts == [1, 2]
-
-
-def test_an_error_that_comes_back_at_the_same_step_is_not_transient(run_ttprun: RunTtprun) -> None:
-    result = run_ttprun("fails_in_step.py", 2, options=["--retry-on", "ValueError"])
-
-    assert result.exit_code == 1, result.story()
-    assert "(3 times); not replaced: this is an error of the script itself" in result.status["reason"], result.story()
-    assert result.process_counts == [1, 2]

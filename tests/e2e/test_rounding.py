@@ -68,13 +68,6 @@ def test_with_noise_a_rank_is_replaced_wherever_it_is_lost(
     replaced(run_ttprun, undisturbed, case)
 
 
-@pytest.mark.parametrize("case", [f"--layout own --threads 2: {BEFORE}"])
-def test_with_noise_one_of_three_ranks_is_replaced(run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str) -> None:
-    run = replaced(run_ttprun, undisturbed, case, ranks=3)
-
-    assert TO_ROUNDING in found_equal(run), run.story()
-
-
 @pytest.mark.parametrize("case", [f"--device npu --layout own: {BEFORE}"])
 def test_with_noise_on_a_device_a_rank_is_replaced(run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str) -> None:
     run = replaced(run_ttprun, undisturbed, case, device="npu")

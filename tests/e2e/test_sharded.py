@@ -114,19 +114,6 @@ def test_where_mirrors_do_not_fit_the_console_says_so_and_a_lost_rank_sends_all_
 HSDP = ["--replicas", "2"]
 
 
-def test_a_rank_whose_shards_another_one_holds_is_replaced_from_it_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    """The smallest job of that kind: two replicas, each in one part."""
-    arguments = [*SHORT, *HSDP]
-
-    run = run_ttprun(FSDP, 2, script_args=arguments, faults=["kill:rank=1,step=4,phase=backward"])
-
-    (incident,) = run.incidents
-    assert (incident["rung"], incident["outcome"]) == ("replace", "recovered"), run.story()
-    assert_same_outcome(run, undisturbed(FSDP, 2, arguments))
-
-
 @pytest.mark.parametrize(
     ("rank", "step", "phase"),
     [
@@ -177,23 +164,6 @@ def test_what_is_sharded_by_fsdp_over_tensor_parallelism_comes_back_from_a_snaps
     assert {rank.loss for rank in read_topology(run.folder / "run" / "topology.json").ranks} == {"snapshot"}
     assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("rewind", "recovered")], run.story()
     assert_as_undisturbed(run, undisturbed(TENSOR_PARALLEL, 4, arguments))
-
-
-PREEMPTED = [(8, "validation"), (9, "in_step")]
-
-
-@pytest.mark.parametrize(("step", "phase"), PREEMPTED)
-def test_a_job_that_is_preempted_goes_on_by_the_same_command_and_nothing_differs(
-    series: Callable[..., Series], undisturbed: Undisturbed, step: int, phase: str
-) -> None:
-    job = series(2)
-
-    first = job.launch(faults=[f"preempt:rank=1,step={step},phase={phase}"])
-    second = job.launch()
-
-    assert_saved(first, "ended")
-    assert_resumed(second, first.status["checkpoint"]["boundary"])
-    assert_same_outcome(job.as_one(), undisturbed(FSDP, 2))
 
 
 def test_what_a_lost_rank_has_taken_with_it_is_named_and_the_next_launch_goes_on_from_before(
@@ -251,16 +221,6 @@ def test_a_checkpoint_in_the_middle_of_a_step_costs_training_nothing_and_the_mod
     assert {name: tensor.shape for name, tensor in final.items()} == {
         name: tensor.shape for name, tensor in model.items() if name != "seen"
     }
-
-
-@pytest.mark.parametrize("phase", ["backward"])
-def test_a_link_that_breaks_is_mended_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str
-) -> None:
-    run = run_ttprun(FSDP, 2, faults=[f"reset:rank=1,step=12,phase={phase}"])
-
-    assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("reconnect", "recovered")], run.story()
-    assert_same_outcome(run, undisturbed(FSDP, 2))
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 2)])
