@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ttprun import __version__
-from ttprun.cli.commands import COMMANDS
+from ttprun.cli.command_line import COMMANDS
 from ttprun.cli.guide import TOPICS
 
 REPOSITORY = Path(__file__).parents[1]

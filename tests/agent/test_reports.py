@@ -25,7 +25,7 @@ from ttprun.agent.lead.wire import Wire
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.topology import read_topology
+from ttprun.observe.status import read_topology
 from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN, Channel

@@ -8,7 +8,7 @@ import pytest
 
 from ttprun.agent.lead.topology_report import dimensions_of, topology_of
 from ttprun.observe.run_directory import replace_file
-from ttprun.observe.topology import ShardedParameters, read_topology
+from ttprun.observe.status import ShardedParameters, read_topology
 from ttprun.protocol.from_rank import Group
 from ttprun.recovery.replicas import Replicas
 

@@ -18,9 +18,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.options import OPTIONS
-from ttprun.capture import effects, installing, recording
+from ttprun.capture import PATCHES, effects, installing, recording
 from ttprun.capture.effects.effects import Effects
-from ttprun.capture.patch_rows import PATCHES
 from ttprun.capture.position import user_code
 from ttprun.capture.position.user_code import run
 from ttprun.capture.records.packing import pack
@@ -31,7 +30,7 @@ from ttprun.capture.values.changes import Clock
 from ttprun.capture.values.large import dtype_name, tensor_of
 from ttprun.introspect import fail_open, ownership, patching
 from ttprun.introspect.current_rank import LIVE, Observers, Parts, Rank, begin, leave_in_children
-from ttprun.introspect.models import all_of
+from ttprun.introspect.model_tensors import all_of
 from ttprun.introspect.tensor_bytes import bytes_of, places
 from ttprun.protocol.board import Board
 from ttprun.protocol.reason import Reason

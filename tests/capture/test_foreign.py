@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.rank.processes import run_alone
-from ttprun.capture.position import library_loops
+from ttprun.capture.position import call_site
 
 LOOPS = {
     "for": "def fit(look):\n    for _ in range(1):\n        found = look()\n    return found\n",
@@ -26,7 +26,7 @@ NO_LOOPS = {
 
 
 def look() -> tuple[str, list[str]]:
-    found, modules = library_loops.loop_around(sys._getframe(1))
+    found, modules = call_site.loop_around(sys._getframe(1))
     return found, list(modules)
 
 
@@ -130,7 +130,7 @@ KEEPS = "import torch\ndef fit(look):\n    loss = torch.ones(1, requires_grad=Tr
 def _keeper_seen_from(source: str, module: str) -> str:
     scope: dict[str, Any] = {"__name__": module}
     exec(compile(source, "/opt/lib/framework/trainer.py", "exec"), scope)
-    found: dict[str, str] = scope["fit"](lambda: library_loops.keeper_of_a_loss(sys._getframe(1)))
+    found: dict[str, str] = scope["fit"](lambda: call_site.keeper_of_a_loss(sys._getframe(1)))
     return "".join(found)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.capture import framework_patches
+from ttprun.capture import installing
 from ttprun.capture.effects import script_files
 
 
@@ -17,8 +17,8 @@ def imported(monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> Any:
     module = ModuleType(name)
     setattr(module, kind.__name__, kind)
     monkeypatch.setitem(sys.modules, name, module)
-    framework_patches._change(name)
-    framework_patches._change(name)  # somebody has reloaded it
+    installing._change(name)
+    installing._change(name)  # somebody has reloaded it
     return module
 
 

@@ -47,7 +47,7 @@ from tests.capture.user_values import (
 )
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from ttprun.capture.data import loader_parts, loaders, workers
+from ttprun.capture.data import loaders, workers
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import ownership, random_state
 from ttprun.introspect.current_rank import Mode
@@ -549,9 +549,7 @@ def test_a_batch_has_fingerprints_that_change_with_its_data(batch: Any) -> None:
             key: other(item) for key, item in value.items()
         }  # fmt: skip
 
-    assert (
-        loader_parts.fingerprints(batch) == loader_parts.fingerprints(batch) != loader_parts.fingerprints(other(batch))
-    )
+    assert workers.fingerprints(batch) == workers.fingerprints(batch) != workers.fingerprints(other(batch))
 
 
 @pytest.mark.parametrize(
@@ -566,15 +564,11 @@ def test_a_batch_has_fingerprints_that_change_with_its_data(batch: Any) -> None:
     ids=["tensor in an object", "text in an object", "texts", "array", "set"],
 )
 def test_a_batch_of_whatever_has_fingerprints(batch: Any, other: Any) -> None:
-    assert (
-        loader_parts.fingerprints(batch)
-        == loader_parts.fingerprints(copy.deepcopy(batch))
-        != loader_parts.fingerprints(other)
-    )
+    assert workers.fingerprints(batch) == workers.fingerprints(copy.deepcopy(batch)) != workers.fingerprints(other)
 
 
 def test_the_fingerprint_of_a_set_does_not_depend_on_its_order() -> None:
     one, other = {8, 0}, {0, 8}
     assert list(one) != list(other)
 
-    assert loader_parts.fingerprints(one) == loader_parts.fingerprints(other)
+    assert workers.fingerprints(one) == workers.fingerprints(other)

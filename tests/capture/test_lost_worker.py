@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.rank.processes import run_alone
-from ttprun.capture.data.lost_worker import lost_worker
 from ttprun.protocol.rank_events import RankExited
+from ttprun.rank.bootstrap.install import lost_worker
 
 
 class Points(Dataset[torch.Tensor]):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.rank.processes import run_alone
-from ttprun.capture.position import disk_cache, library_loops, user_code
+from ttprun.capture.position import call_site, disk_cache, user_code
 from ttprun.introspect import ownership
 
 LOOP = "def fit(look):\n    for _ in range(1):\n        found = look()\n    return found\n"
@@ -40,7 +40,7 @@ def said_of(site: str, seen_before: list[str] | None, home: str) -> tuple[str, b
     sys.path.append(site)
     user_code.install((), seen_before)
     loop: Any = importlib.import_module("their_trainer.loop")
-    said: str = loop.fit(lambda: library_loops.why_not(sys._getframe(1)))
+    said: str = loop.fit(lambda: call_site.why_not(sys._getframe(1)))
     return said, user_code.LOOP in loop.fit.__code__.co_names
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ttprun.cli.main import main
 from ttprun.observe.run_directory import RunDirectory, replace_file
-from ttprun.observe.topology import RankTopology, ShardedParameters, Topology
+from ttprun.observe.status import RankTopology, ShardedParameters, Topology
 
 MESH = Topology(
     boundary=2,

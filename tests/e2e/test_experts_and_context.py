@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_same_outcome
-from ttprun.observe.topology import read_topology
+from ttprun.observe.status import read_topology
 
 EXPERTS = "mixture_of_experts.py"  # 20 steps
 CONTEXT = "context_parallel.py"  # 20 steps

@@ -16,7 +16,7 @@ import torch
 from tests.e2e.harness import Run, RunTtprun, StartTtprun, Undisturbed, assert_same_outcome
 from tests.e2e.test_checkpoints import Series, assert_resumed, assert_saved, ttprun
 from ttprun import torch_versions
-from ttprun.observe.topology import read_topology
+from ttprun.observe.status import read_topology
 from ttprun.state.resharding import assemble, pieces_of
 
 pytestmark = pytest.mark.skipif(

@@ -40,8 +40,7 @@ from ttprun.cli.run_reports import status as show_status
 from ttprun.errors import ConfigError
 from ttprun.observe.events import read_events, read_history
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import parse_status
-from ttprun.observe.topology import read_topology
+from ttprun.observe.status import parse_status, read_topology
 from ttprun.protocol import channel, meeting, node_messages
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, decode, encode

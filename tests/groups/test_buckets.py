@@ -19,7 +19,7 @@ from ttprun.chaos import strikes
 from ttprun.chaos.faults import parse_fault
 from ttprun.groups.inputs import TRUSTED_AFTER, Bucket, BucketInput
 from ttprun.groups.journal import Journal
-from ttprun.introspect import fault_points
+from ttprun.introspect import stages
 from ttprun.introspect.current_rank import current
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, rank_events, to_rank
@@ -198,7 +198,7 @@ def be_given_a_nan(rank: int) -> tuple[int, str, int]:
     for _ in range(BEGINS_AT):
         training.step()
     if rank == 1:
-        fault_points.listener = strikes
+        stages.listener = strikes
         strikes.arm(1, parse_fault("nan:rank=1,phase=backward"))
     training.optimizer.zero_grad()
     seen: list[int] = []

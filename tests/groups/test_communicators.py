@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.groups import device_stop, links
+from ttprun.groups import generations, links
 from ttprun.groups.connection import Exchange, GenerationOverError, GroupMember
 from ttprun.groups.device_link import LateLink
 from ttprun.protocol import from_rank
@@ -223,10 +223,10 @@ def test_an_abort_that_does_not_return_costs_its_process(monkeypatch: pytest.Mon
 def test_a_device_that_does_not_end_its_work_costs_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     module = SimpleNamespace(current_device=lambda: 0, set_device=lambda index: None, synchronize=never.wait)
-    monkeypatch.setattr(device_stop.accelerator, "in_use", lambda: ("meta", module))
-    monkeypatch.setattr(device_stop, "SETTLE_LIMIT_S", 0.05)
+    monkeypatch.setattr(generations.accelerator, "in_use", lambda: ("meta", module))
+    monkeypatch.setattr(generations, "SETTLE_LIMIT_S", 0.05)
 
     with pytest.raises(DeviceFailedError, match="has not ended its work within"):
-        device_stop.settle()
+        generations.settle()
 
     never.set()

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from ttprun.introspect.models import all_of, how_many_shown, shown_to
+from ttprun.introspect.model_tensors import all_of, how_many_shown, shown_to
 
 
 def an_optimizer() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:

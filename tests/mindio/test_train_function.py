@@ -33,7 +33,7 @@ from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
-from ttprun.rank.framework import step_ends
+from ttprun.rank.framework import handlers
 from ttprun.rank.framework.callback_recovery import CallbackRecovery
 from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import CallbackFailedError
@@ -209,15 +209,15 @@ def test_waiting_for_what_comes_next_says_whether_to_go_on(session: Rank, framew
 
 def test_random_states_go_back_to_those_of_the_step(session: Rank) -> None:
     torch.manual_seed(3)
-    step_ends.keep(session, 5)
+    handlers.keep(session, 5)
     expected = torch.rand(4)
     torch.rand(100)
 
-    was_kept = step_ends.restore(session, 5)
+    was_kept = handlers.restore(session, 5)
 
     assert was_kept
     assert torch.equal(torch.rand(4), expected)
-    assert not step_ends.restore(session, 6)
+    assert not handlers.restore(session, 6)
 
 
 def test_a_group_that_is_made_in_a_repair_has_the_same_name_however_many_a_rank_has_made(
@@ -298,7 +298,7 @@ def test_a_rank_that_is_not_in_its_train_function_cannot_be_repaired(session: Ra
 
 
 def test_what_is_kept_of_a_step_can_be_read_without_running_code(session: Rank) -> None:
-    step_ends.keep(session, 2)
+    handlers.keep(session, 2)
 
     found = session[Recorder].read(2)
 

@@ -23,7 +23,7 @@ from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.replicated import KeptWeights
 from ttprun.tensors.shares import SnapshotPart
 
 RECORD_BYTES = 1 << 20

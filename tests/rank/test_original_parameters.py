@@ -13,7 +13,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rank.processes import run_alone
-from ttprun.introspect import distributed_tensors
+from ttprun.introspect import model_tensors
 from ttprun.rank.step import record
 
 SHARDED, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
@@ -21,7 +21,7 @@ SHARDED, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 
 def made(strategy: ShardingStrategy) -> Any:
     """A layer of FSDP1 on the second of two ranks, after a forward pass; collectives do nothing."""
-    FlatParamHandle.__init__ = distributed_tensors.wrap_init(FlatParamHandle.__init__)
+    FlatParamHandle.__init__ = model_tensors.wrap_init(FlatParamHandle.__init__)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     layer = torch.nn.Linear(6, 4)
     model = FullyShardedDataParallel(
@@ -35,11 +35,11 @@ def look(strategy: ShardingStrategy) -> list[Any]:
     """(size, whether it is known and is the parameter's memory, size while all is gathered) of weight and bias."""
     model = made(strategy)
     parameters = list(model.parameters())
-    rest = [distributed_tensors.at_rest(one) for one in parameters]
+    rest = [model_tensors.at_rest(one) for one in parameters]
     are_views = [part.data_ptr() == one.data_ptr() for part, one in zip(rest, parameters, strict=True)]
-    unknown = [distributed_tensors.is_gathered_in_place(one) for one in parameters]
+    unknown = [model_tensors.is_gathered_in_place(one) for one in parameters]
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        gathered = [distributed_tensors.at_rest(one) for one in parameters]
+        gathered = [model_tensors.at_rest(one) for one in parameters]
         wholes = [one.numel() for one in parameters]
     are_same = [torch.equal(one, part) for one, part in zip(gathered, rest, strict=True)]
     return [[part.numel() for part in rest], wholes, *map(all, (are_views, are_same)), any(unknown)]
@@ -55,15 +55,15 @@ def test_the_part_of_a_rank_is_known_also_while_the_whole_stands_in_its_place(
 
 def dropped() -> list[Any]:
     parameters = list(made(SHARDED).parameters())
-    known = [distributed_tensors.part_of(one) is not None for one in parameters]
+    known = [model_tensors.part_of(one) is not None for one in parameters]
     dist.destroy_process_group()
     gc.collect()
-    return [known, [distributed_tensors.part_of(one) for one in parameters]]
+    return [known, [model_tensors.part_of(one) for one in parameters]]
 
 
 def test_parameters_whose_flat_one_is_gone_and_others_have_no_part() -> None:
     assert run_alone(dropped) == [[True, True], [None, None]]
-    assert distributed_tensors.part_of(torch.nn.Parameter(torch.ones(2))) is None
+    assert model_tensors.part_of(torch.nn.Parameter(torch.ones(2))) is None
 
 
 def test_one_whose_part_is_not_known_is_refused_with_the_reason() -> None:

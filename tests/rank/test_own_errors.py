@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tests.capture.records import record_of
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
-from ttprun.capture.data import loader_parts
+from ttprun.capture.data import workers
 from ttprun.capture.records.boundary_record import Record
 from ttprun.groups.results import Answers
 from ttprun.introspect import ownership
@@ -24,7 +24,7 @@ from ttprun.rank import proof
 from ttprun.rank.bootstrap import patch_table
 from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.step import step_hooks
-from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.replicated import KeptWeights
 
 
 def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:
@@ -35,7 +35,7 @@ def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:
     patch_table.apply_all(with_replay=False)
     session = make_session()
     become(session)
-    loader_parts.random_state.capture = capture  # type: ignore[assignment]
+    workers.random_state.capture = capture  # type: ignore[assignment]
     return [int(batch) for batch in DataLoader(torch.arange(4), 1)], session.unprotected.text  # type: ignore[arg-type]
 
 

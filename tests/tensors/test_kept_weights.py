@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ttprun.introspect.tensor_bytes import bytes_of
-from ttprun.tensors.post_step_weights import FULL_LOOKS, KeptWeights
+from ttprun.tensors.replicated import FULL_LOOKS, KeptWeights
 
 Change = Callable[[torch.Tensor], object]
 CHANGES: dict[str, Change] = {

@@ -16,7 +16,7 @@ from ttprun.protocol.board import SLOTS, Board, Field, slot_of, unpack_slot
 from ttprun.tensors import mirror, optimizer_registry
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Stored
-from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.replicated import KeptWeights
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.capture.values.carrying import carry, is_refused, record
 from ttprun.capture.records.nodes import WeightNode
 from ttprun.capture.values import CannotRestoreError, Restore, UnrecordedTensorError
-from ttprun.introspect import distributed_tensors
+from ttprun.introspect import model_tensors
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import places
 from ttprun.state.chunks import held_of, what_is_missing
@@ -168,7 +168,7 @@ def test_what_a_lost_rank_held_is_named_by_those_that_are_left(tmp_path: Path) -
 def test_whole_tensors_can_be_put_together_and_torchs_own_reader_reads_them_too(tmp_path: Path) -> None:
     written_by(3, tmp_path / "saved")
     with world(0, 1) as mesh:
-        expected = [distributed_tensors.local_of(parameter).detach() for parameter in train(mesh, STEPS)]
+        expected = [model_tensors.local_of(parameter).detach() for parameter in train(mesh, STEPS)]
 
     pieces = pieces_of(sorted(str(path) for path in (tmp_path / "saved").iterdir()))
     keys = [f"optimizer.0/0.{number}/weight" for number in range(len(expected))]
@@ -206,7 +206,7 @@ def a_survivor(directory: Path) -> Iterator[None]:
 
 def test_a_replacement_takes_over_the_part_of_a_survivor_that_holds_the_same(tmp_path: Path) -> None:
     with world(0, 2) as mesh:
-        parts = [distributed_tensors.local_of(parameter) for parameter in train(mesh, STEPS)]
+        parts = [model_tensors.local_of(parameter) for parameter in train(mesh, STEPS)]
         expected = [part.detach().clone() for part in parts]
         with a_survivor(tmp_path):
             with torch.no_grad():
@@ -279,7 +279,7 @@ def test_what_a_rank_holds_of_a_sharded_variable_comes_back_and_another_way_of_s
 
         assert mismatches == []
         assert scope["norm"] is here
-        assert torch.equal(distributed_tensors.local_of(here), distributed_tensors.local_of(lost))
+        assert torch.equal(model_tensors.local_of(here), model_tensors.local_of(lost))
         assert is_refused({"norm": lost}, {"norm": shard(torch.randn(6, 4), mesh, [Shard(1)])})
         assert is_refused({"norm": lost}, {"norm": torch.randn(6, 4)})
 
@@ -287,7 +287,7 @@ def test_what_a_rank_holds_of_a_sharded_variable_comes_back_and_another_way_of_s
 def test_a_sharded_weight_in_a_variable_is_the_replacements_own_weight_there() -> None:
     with world(0, 2) as mesh:
         lost, own, other = (torch.nn.Parameter(shard(torch.randn(6, 4), mesh, [Shard(0)])) for _ in range(3))
-        recorded, blobs = record({"same": lost, "new": lost}, {distributed_tensors.local_of(lost).data_ptr()})
+        recorded, blobs = record({"same": lost, "new": lost}, {model_tensors.local_of(lost).data_ptr()})
         here = {"same": own, "new": other}
 
         Restore(blobs, is_comparing=True, stepped=[own]).module(here, recorded, "")
@@ -332,19 +332,19 @@ def test_an_equal_layout_is_no_move() -> None:
 def test_a_sharded_weight_in_a_state_dict_that_the_replay_has_not_made_is_made_of_the_replacements_own() -> None:
     with world(0, 2) as mesh:
         lost, own = (torch.nn.Parameter(shard(torch.randn(6, 4), mesh, [Shard(0)])) for _ in range(2))
-        recorded, blobs = record({"saved": lost.detach()}, {distributed_tensors.local_of(lost).data_ptr()})
+        recorded, blobs = record({"saved": lost.detach()}, {model_tensors.local_of(lost).data_ptr()})
         here: dict[str, Any] = {"saved": None}
 
         Restore(blobs, is_comparing=True, stepped=[own]).module(here, recorded, "")
 
-        assert distributed_tensors.local_of(here["saved"]).data_ptr() == distributed_tensors.local_of(own).data_ptr()
+        assert model_tensors.local_of(here["saved"]).data_ptr() == model_tensors.local_of(own).data_ptr()
         assert (here["saved"].placements, here["saved"].requires_grad) == (own.placements, False)
 
 
 def test_a_view_of_a_sharded_weight_that_the_replay_has_not_made_is_refused() -> None:
     with world(0, 2) as mesh:
         lost, own = (torch.nn.Parameter(shard(torch.randn(6, 4), mesh, [Shard(0)])) for _ in range(2))
-        recorded, blobs = record({"view": lost.detach().t()}, {distributed_tensors.local_of(lost).data_ptr()})
+        recorded, blobs = record({"view": lost.detach().t()}, {model_tensors.local_of(lost).data_ptr()})
 
         with pytest.raises(CannotRestoreError, match="view is made of a sharded weight"):
             Restore(blobs, is_comparing=True, stepped=[own]).module({"view": None}, recorded, "")
@@ -357,7 +357,7 @@ def test_who_goes_backward_through_a_sharded_activation_of_the_step_before_is_wa
 
         carry({"fake": lost}, scope)
 
-        assert torch.equal(distributed_tensors.local_of(scope["fake"]), distributed_tensors.local_of(lost))
+        assert torch.equal(model_tensors.local_of(scope["fake"]), model_tensors.local_of(lost))
         with pytest.raises(UnrecordedTensorError, match="fake was computed before an optimizer step"):
             scope["fake"].to_local().sum().backward()
 
@@ -371,7 +371,7 @@ def test_on_the_way_to_the_boundary_the_replay_goes_backward_through_its_own_sha
         Restore(blobs, is_comparing=False).module(scope, recorded, "")
         scope["fake"].to_local().sum().backward()
 
-        assert torch.equal(distributed_tensors.local_of(scope["fake"]), distributed_tensors.local_of(lost * 2))
+        assert torch.equal(model_tensors.local_of(scope["fake"]), model_tensors.local_of(lost * 2))
         assert weight.grad is not None
 
 
@@ -394,10 +394,7 @@ def test_what_a_module_of_the_user_s_keeps_is_recorded_though_fsdp_has_given_it_
         assert mismatches == []
         assert here.seen == [3, 5]
         weights = zip(here.parameters(), lost.parameters(), strict=True)
-        assert all(
-            torch.equal(distributed_tensors.local_of(one), distributed_tensors.local_of(other))
-            for one, other in weights
-        )
+        assert all(torch.equal(model_tensors.local_of(one), model_tensors.local_of(other)) for one, other in weights)
 
 
 def test_a_sharded_parameter_that_has_other_memory_is_seen_at_the_next_boundary() -> None:

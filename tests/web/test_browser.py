@@ -12,8 +12,7 @@ import pytest
 from tests.web.runs import end_server_of, incident_event, status_of, write_run
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import write_status
-from ttprun.observe.topology import RankTopology, Topology
+from ttprun.observe.status import RankTopology, Topology, write_status
 from ttprun.web.companion import serving
 from ttprun.web.page import as_html, read_run
 

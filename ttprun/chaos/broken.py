@@ -26,7 +26,7 @@ from ttprun.groups.connection import Exchange
 from ttprun.groups.gloo import Connection
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect.current_rank import Rank
-from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.tensors import optimizer_registry
 

@@ -24,7 +24,7 @@ from ttprun.chaos.damage import step_of
 from ttprun.chaos.plain_observer.sitecustomize import leave, seed_what_the_system_seeds
 from ttprun.introspect import random_state
 from ttprun.introspect.current_rank import Rank, current
-from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.tensor_bytes import content_of, elements_of
 from ttprun.tensors import optimizer_registry
 

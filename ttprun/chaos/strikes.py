@@ -1,6 +1,6 @@
 """Cause the faults of `ttprun inject-fault` at their moments.
 
-This module is the listener of `ttprun.introspect.fault_points` on runs that allow faults. A fault strikes once: it is
+This module is the listener of `ttprun.introspect.stages` on runs that allow faults. A fault strikes once: it is
 reported to the agent, which does not send it to the replacement. `damage.py` has the effects of each kind.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from ttprun.chaos import broken, damage
 from ttprun.chaos.damage import Armed
 from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
-from ttprun.introspect import fault_points
+from ttprun.introspect import stages
 from ttprun.introspect.current_rank import Rank, current
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import Channel, Message
@@ -184,13 +184,13 @@ def _watch_modules() -> None:
     from ttprun.capture.installing import unless_traced
 
     def before_forward(module: Any, args: Any) -> None:
-        fault_points.reached("forward" if module.training else "validation")
+        stages.reached("forward" if module.training else "validation")
 
     register_module_forward_pre_hook(unless_traced(before_forward))
     backward = torch.autograd.backward
 
     def then_reached(*args: Any, **kwargs: Any) -> None:
         backward(*args, **kwargs)
-        fault_points.reached("backward")  # for faults that no collective inside has triggered
+        stages.reached("backward")  # for faults that no collective inside has triggered
 
     torch.autograd.backward = then_reached

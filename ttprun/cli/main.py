@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ttprun import __version__, early_signals
-from ttprun.cli.commands import COMMANDS, LAUNCHING
+from ttprun.cli.command_line import COMMANDS, LAUNCHING
 from ttprun.cli.terminal import ALIKE, through
 from ttprun.errors import ConfigError
 
@@ -238,7 +238,7 @@ def run_command(name: str, command: Callable[..., Any], arguments: list[str]) ->
 
 def complete(arguments: list[str]) -> int:
     """Answer a shell that completes a command line, or install what makes it ask. Ends the process when it answers."""
-    from ttprun.cli.commands import build_app
+    from ttprun.cli.command_line import build_app
 
     return build_app()(arguments, prog_name="ttprun", standalone_mode=False) or 0
 

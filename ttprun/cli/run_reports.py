@@ -29,11 +29,12 @@ from ttprun.observe.status import (
     IncidentStatus,
     ResumeStatus,
     RunStatus,
+    Topology,
     describe_cost,
     describe_protection,
     read_status,
+    read_topology,
 )
-from ttprun.observe.topology import Topology, read_topology
 from ttprun.protocol.reason import pointer
 from ttprun.state.cost_limits import in_words
 

@@ -1,10 +1,17 @@
 """How a collective is issued: the first time by STAGES, and again in a new generation (`issue_again`).
 
 Each collective of a `ManagedGroup` goes through the stages, in their order. Begin with STAGES.
+
+Sends and receives between two ranks (`issue_message`): after a fault both ends issue their messages since the boundary
+again. What a living rank has received is not sent to it again: it has reported a digest of each such message, and the
+sender, or its replacement, leaves these out. The replacement's are compared with the digests first: if one differs, it
+does not repeat the lost rank. A replacement that receives gets everything again, from the copies in the sender's
+journal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +20,6 @@ import torch.distributed as dist
 from ttprun.device import accelerator
 from ttprun.groups import thread_collectives
 from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
-from ttprun.groups.messages import Message
 from ttprun.groups.operations import (
     GATHERING,
     OPERATIONS,
@@ -26,12 +32,12 @@ from ttprun.groups.operations import (
 )
 from ttprun.groups.results import Results, place_of
 from ttprun.groups.work import Delivered, ManagedWork
-from ttprun.introspect import distributed_tensors, fault_points
+from ttprun.introspect import model_tensors, stages
 from ttprun.introspect.current_rank import INPUT, Rank
 from ttprun.introspect.fail_open import NotRepairableError
-from ttprun.introspect.frames import location_key
+from ttprun.introspect.frames import calls_key, location_key
 from ttprun.introspect.stages import Stage
-from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.introspect.tensor_bytes import bytes_of, sampled
 from ttprun.protocol.board import OPERATION_NAMES, Phase
 from ttprun.protocol.reason import Reason
 
@@ -101,9 +107,9 @@ def _announce(call: Call) -> None:
     call.is_apart = is_apart = not group.threads.is_of_main and group.threads.look(entry)
     if is_apart:
         return
-    if fault_points.listener is not None:
+    if stages.listener is not None:
         given = () if call.inputs_at is None else entry.args[call.inputs_at]
-        call.is_skipped = fault_points.reached_collective(entry.op, given)
+        call.is_skipped = stages.reached_collective(entry.op, given)
     if not call.is_skipped:
         call.session.meet(OPERATION_NUMBERS[entry.op], group.links.member.size)
 
@@ -129,7 +135,7 @@ def _answer(call: Call) -> bool:
     is_on_host = not outputs or outputs[0].is_cpu
     call.is_kept = session.world_size > 1 and not session.unprotected
     if entry.op in GATHERING and is_on_host:
-        call.caller, call.is_lent = distributed_tensors.fsdp_caller()
+        call.caller, call.is_lent = model_tensors.fsdp_caller()
         entry.is_passing = call.caller is not None
     if call.is_kept and not entry.is_passing and (is_on_host or not is_apart):
         size_bytes = 0
@@ -187,7 +193,7 @@ def _issue(call: Call) -> None:
         if call.is_lent and call.is_kept and op in REDUCING:
             entry.input = Input([tensor.detach() for tensor in inputs], is_borrowed=True)
         elif call.is_lent and call.is_kept and call.caller is not None:
-            group.gathers.hold(entry, inputs[0], distributed_tensors.gathered_by(call.caller))
+            group.gathers.hold(entry, inputs[0], model_tensors.gathered_by(call.caller))
     if call.is_apart and entry.place and not unusual:
         session.parts[Results].note_issued(entry, inputs)
     call.is_kept = group.enter(entry, inputs)
@@ -197,8 +203,8 @@ def _look(call: Call) -> None:
     """Look for NaN in the inputs, if that stops the job."""
     if call.is_kept and call.session.options.nan_limit_s is not None:
         call.group.buckets.look_for_nan(call.entry)
-    if fault_points.listener is not None and not call.is_apart:
-        fault_points.reached("collective")
+    if stages.listener is not None and not call.is_apart:
+        stages.reached("collective")
 
 
 STAGES: tuple[Stage[Call], ...] = (
@@ -330,3 +336,120 @@ def unpack_given(entry: Entry) -> None:
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for a result that nobody reads; of a tensor that was dropped, on the CPU."""
     return torch.empty_like(tensor, device="cpu") if tensor.is_meta else torch.empty_like(tensor)
+
+
+_NUMBERS = {op: OPERATION_NAMES.index(op) for op in ("send", "recv")}
+_MISSED_BY_NONE = 0  # as `Member.meet` counts ranks: a message is between two of them
+
+
+class Message(Entry):
+    """A send or a receive.
+
+    members   global ranks: sender, receiver
+    """
+
+    sends_copy = True
+    sequence = ""
+    signature = ""
+    members: Sequence[int] = ()
+
+    def __init__(self, group: Any, op: str, args: tuple[Any, ...]) -> None:
+        (tensor,), peer, tag = args
+        super().__init__(group, op, args, [tensor] if op == "recv" else [])
+        ends = (group.rank(), peer) if op == "send" else (peer, group.rank())
+        self.members = [group.ranks[end] for end in ends]
+        self.sequence = f"{group.group_name}: {self.members[0]} to {self.members[1]}, tag {tag}"
+        self.signature = f"message of {tensor.nbytes} bytes"
+        self._bytes = tensor.nbytes
+
+    def digest_of(self, tensor: torch.Tensor) -> str:
+        """A digest of its content, by which the sender and the receiver compare it: 16 hexadecimal digits.
+
+        tensor   sent or received; dense, any dtype, shape and device
+        """
+        return f"{sampled((tensor.detach(),), self.number)[0]:016x}"
+
+    def send_copy(self) -> None:
+        """As in Entry: the script may change its tensor."""
+        if self.input.tensors:
+            self.args = (self.input.tensors, *self.args[1:])
+
+    def note_result(self) -> None:
+        """It has completed; the script does not know yet."""
+        if self.outputs:
+            self.digest = self.digest_of(self.outputs[0])
+
+    def release(self) -> None:
+        """What was received is the script's alone."""
+        if self.outputs:
+            self.outputs = []
+            self.args = ([], *self.args[1:])
+
+    def args_again(self) -> tuple[Any, ...]:
+        """The arguments to issue it in another generation; on scratch tensors, if it has completed here."""
+        if not self.is_done:
+            return self.args
+        scratch = [tensor.clone() for tensor in self.args[0]] or [torch.empty(self._bytes, dtype=torch.uint8)]
+        return (scratch, *self.args[1:])
+
+
+def issue_message(session: Rank, group: Any, op: str, args: tuple[Any, ...]) -> Any:
+    """Write a send or a receive to the journal, and issue it; returns its work.
+
+    op     "send", "recv" or "recv_anysource"
+    args   the backend's: ([tensor], peer's rank in the group, tag), without the peer for "recv_anysource"
+
+    Raises MismatchError if a replacement sends something else than the lost rank, after reporting it to the agent.
+    """
+    journal = session[Journal]
+    tensor = args[0][0]
+    if op == "recv_anysource" or not tensor.is_cpu:
+        return _pass_on(session, group, op, args, tensor)
+    is_skipped = stages.reached_collective(op, args[0] if op == "send" else ())
+    if not is_skipped:
+        session.meet(_NUMBERS[op], _MISSED_BY_NONE)
+    message = Message(group, op, args)
+    group.messages.add((message.members[0], message.members[1]))
+    if session.framework is not None:
+        return session.framework.issue(message, is_skipped)
+    if message.outputs and tensor.nbytes <= SMALL_RESULT_BYTES and session.is_repairable():
+        message.place = f"{message.sequence} {calls_key()}"
+    if is_skipped or session.mode.is_alone:
+        session.mode.answer(message)
+        message.is_done = True
+        return ManagedWork(journal, message)
+    if session.is_applying:
+        session.note_collective_step()
+    message.number = journal.number_of(message)
+    if session.expected is not None:
+        session.expected.check(message)
+    # What is equal to rounding alone is not sent again to whoever has received it.
+    if op == "send" and not session.observers.note(INPUT, message.sequence, [tensor], op):
+        _compare_with_received(session, message, tensor)
+    group.enter(message, [tensor] if op == "send" else [])
+    stages.reached("collective")
+    return ManagedWork(journal, message)
+
+
+def _pass_on(session: Rank, group: Any, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:
+    """Leave to the backend what is not repaired."""
+    if session.framework is None:
+        what = f"{op} of tensors on {tensor.device.type}"
+        if tensor.is_cpu:
+            what = "recv without src (which rank sends is not known before: name it)"
+        session.give_up_protection(Reason("messages-not-repaired", f"the script uses {what}, which is not repaired"))
+    if not session.mode.is_live:
+        raise RuntimeError(f"{op} cannot be replayed")
+    return group.links.issue_plainly(op, args)
+
+
+def _compare_with_received(session: Rank, message: Message, tensor: torch.Tensor) -> None:
+    """A replacement repeats what the lost rank has sent: compare it with what has come of that."""
+    digests = session[Journal].received.get(message.sequence, ())
+    if message.number >= len(digests) or digests[message.number] == message.digest_of(tensor):
+        return
+    difference = (
+        f"the replacement sends something else to rank {message.members[1]} than what this has received from the lost "
+        f"rank (number {message.number + 1} of the step)"
+    )
+    session.observers.sends_otherwise(tensor, difference)

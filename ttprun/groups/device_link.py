@@ -27,8 +27,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun import torch_versions
 from ttprun.device import accelerator
-from ttprun.groups.communicators import Communicators, leak
-from ttprun.groups.connection import ExchangeStore, GroupMember, Link
+from ttprun.groups.connection import Communicators, ExchangeStore, GroupMember, Link, leak
 from ttprun.groups.operations import POINT_TO_POINT, tensors_in
 from ttprun.introspect import fail_open
 
@@ -229,7 +228,7 @@ class LateLink:
         backend = self.backend
         if backend is None or self._communicators.is_left:  # it would not come back
             return
-        if self.needs_stop and self.is_busy():  # nor would this, and it may hold the GIL: see device_stop.py
+        if self.needs_stop and self.is_busy():  # nor would this, and it may hold the GIL: see generations.py
             self._communicators.is_left = True
             return
         if (abort := _abort_of(backend)) is not None:

@@ -22,7 +22,7 @@ from ttprun.groups.device_link import gives_works, make_hccl, make_nccl
 from ttprun.groups.gloo import Connection, make_gloo
 from ttprun.groups.journal import EndedError, Journal
 from ttprun.groups.operations import tensors_in
-from ttprun.introspect import fault_points
+from ttprun.introspect import stages
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.reason import Reason
 
@@ -129,8 +129,8 @@ class Links:
         connects_now = given is not None or self._was_used or not self._session.mode.is_live
         member = dataclasses.replace(self.member, generation=generation, device=device, connects_now=connects_now)
         made = {name: TRANSPORTS[name].make(member) for name in dict.fromkeys(self.backends.values())}
-        if fault_points.listener is not None and isinstance(made.get("gloo"), Connection):
-            fault_points.listener.connected(member.exchange, made["gloo"], member.name, member.rank)
+        if stages.listener is not None and isinstance(made.get("gloo"), Connection):
+            stages.listener.connected(member.exchange, made["gloo"], member.name, member.rank)
         with self._session[Journal].lock:
             self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
             self.member = member
@@ -270,7 +270,7 @@ def abort_all(links: Sequence[Link]) -> None:
 
 def _abort_late(link: Link) -> None:
     link.abort()
-    fault_points.reached("abort")
+    stages.reached("abort")
 
 
 def run_together(calls: Sequence[Callable[[], None]], limit_s: float) -> tuple[list[Exception], int]:

@@ -212,7 +212,7 @@ _OVER = _Over()
 
 
 class Entry:
-    """One collective of one group; `messages.py` has a kind of its own.
+    """One collective of one group; `collectives.py` has a kind of its own.
 
     op, args    the backend's method and its arguments (the user's tensors)
     outputs     the tensors that the operation writes

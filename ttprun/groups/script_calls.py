@@ -27,7 +27,7 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.links import TRANSPORTS
 from ttprun.groups.process_group import GLOO_ALONE, ManagedGroup
 from ttprun.groups.torch_calls import INTERNAL_NAME
-from ttprun.introspect import fail_open, fault_points
+from ttprun.introspect import fail_open, stages
 from ttprun.introspect.current_rank import CONNECT, Rank, current
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Phase
@@ -125,7 +125,7 @@ def wrap_init_process_group(original: Any) -> Any:
         session = current()
         if session is None:
             return original(backend, *args, **kwargs)
-        fault_points.reached("init")
+        stages.reached("init")
         session.touch(Phase.SETUP)
         session.join()
         backends, why_not = _chosen(backend, kwargs.get("device_id"))
@@ -295,7 +295,7 @@ def wrap_destroy_process_group(original: Any) -> Any:
     """destroy_process_group: forget our groups too."""
 
     def destroy_process_group(group: Any = None) -> Any:
-        fault_points.reached("exit")
+        stages.reached("exit")
         session = current()
         if session is not None:
             if session.framework is None and (group is None or group is dist.group.WORLD):

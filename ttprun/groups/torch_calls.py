@@ -15,7 +15,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup
 
-from ttprun.groups import messages
+from ttprun.groups import collectives
 from ttprun.groups.operations import positional
 from ttprun.groups.work import LOSES_WORKS, ManagedWork, hold, is_called_by_python
 from ttprun.introspect import fail_open
@@ -146,7 +146,7 @@ def point_to_point(op: str) -> Callable[..., Any]:
 
     @gate_from_c
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        issue = partial(messages.issue, self.session, self)
+        issue = partial(collectives.issue_message, self.session, self)
         return fail_open.run(op, issue, self.links.issue_plainly, (op, (*args, *kwargs.values())), {})
 
     call.__name__ = op

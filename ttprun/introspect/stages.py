@@ -1,13 +1,16 @@
-"""What happens in one place, as a table: a name, a function, and why it stands where it stands.
+"""A step, a collective and a recovery, part by part: tables of stages, and moments that a listener is told of.
 
-The order is the table's: tests/rank/test_stages.py and tests/groups/test_stages_of_a_collective.py exchange stages, and
-show what would go wrong. Begin with `Stage`.
+A stage has a name, a function, and why it stands where it stands. The order is the table's: tests/rank/test_stages.py
+and tests/groups/test_stages_of_a_collective.py exchange stages, and show what would go wrong.
+
+Fault injection is a listener (`ttprun.chaos.strikes`). Without one a moment costs one comparison. Begin with `Stage`
+and `reached`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 _C = TypeVar("_C")
 
@@ -22,3 +25,49 @@ class Stage(NamedTuple, Generic[_C]):
     name: str
     act: Callable[[_C], Any]
     why_here: str
+
+
+class Listener(Protocol):
+    """Is called at each moment. Any method may end the process, or raise what is meant for the script."""
+
+    def reached(self, moment: str) -> None:
+        """A thread has reached a moment; the names are those of `ttprun.chaos.faults`."""
+
+    def reached_step_end(self) -> None:
+        """Optimizer.step has ended."""
+
+    def reached_collective(self, op: str, inputs: Any) -> bool:
+        """A collective is about to be issued; returns whether this rank is to skip it.
+
+        op       the backend's method
+        inputs   the argument that holds this rank's input tensors
+        """
+
+    def connected(self, exchange: Any, connection: Any, group_name: str, rank: int) -> None:
+        """A process group has a new connection.
+
+        exchange     the Exchange by which ranks tell each other of it
+        connection   the Connection that was just made
+        group_name   the same in all ranks of the group
+        rank         this rank's, in the group
+        """
+
+
+listener: Listener | None = None
+
+
+def reached(moment: str) -> None:
+    """Report a moment to the listener."""
+    if listener is not None:
+        listener.reached(moment)
+
+
+def reached_step_end() -> None:
+    """Report the end of Optimizer.step to the listener."""
+    if listener is not None:
+        listener.reached_step_end()
+
+
+def reached_collective(op: str, inputs: Any) -> bool:
+    """Report a collective to the listener; returns whether this rank is to skip it."""
+    return listener is not None and listener.reached_collective(op, inputs)

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch.utils import _python_dispatch as dispatch
 
-from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.safe_reads import is_a
 
 # Have torch report nothing of our own operations to the script.

@@ -26,7 +26,7 @@ import xxhash
 from ttprun.device.device_errors import in_one_line
 from ttprun.introspect import fail_open, host_copies
 from ttprun.introspect.current_rank import current
-from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.tensor_bytes import FOLDED_FROM, bytes_of, elements_of, folded
 from ttprun.protocol import from_rank
 from ttprun.tensors import holdings, optimizer_registry

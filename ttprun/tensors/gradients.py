@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ttprun.introspect.distributed_tensors import local_of
-from ttprun.introspect.models import shown_to
+from ttprun.introspect.model_tensors import local_of, shown_to
 from ttprun.introspect.tensor_bytes import elements_of, unseen
 from ttprun.protocol.reason import Reason
 from ttprun.tensors.optimizer_registry import parameters_of

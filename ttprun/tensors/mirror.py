@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.fail_open import NotRepairableError
+from ttprun.introspect.model_tensors import local_of
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent, slot_of, unpack_slot
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, lay_out
 from ttprun.tensors.own_state import forms_of, held_now
-from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.replicated import KeptWeights
 
 if TYPE_CHECKING:
     from ttprun.introspect.current_rank import Rank

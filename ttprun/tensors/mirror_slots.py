@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from ttprun.introspect import fail_open
-from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.model_tensors import local_of
 from ttprun.protocol.board import SlotContent
 from ttprun.protocol.snapshot_messages import MirroredShare, Share
 from ttprun.state import tensor_file

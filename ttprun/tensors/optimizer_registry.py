@@ -15,9 +15,9 @@ import torch
 import xxhash
 
 from ttprun.device import accelerator
-from ttprun.introspect import fail_open, frames, models
+from ttprun.introspect import fail_open, frames, model_tensors
 from ttprun.introspect.current_rank import current
-from ttprun.introspect.distributed_tensors import are_any, local_of
+from ttprun.introspect.model_tensors import are_any, local_of
 from ttprun.introspect.safe_reads import is_a
 from ttprun.introspect.tensor_bytes import bytes_of, places
 
@@ -68,7 +68,7 @@ def wrap_optimizer_init(original: Any) -> Any:
         original(self, *args, **kwargs)
         reference = weakref.ref(self, _keep_remains)
         _optimizers.append(reference)
-        models.all_of(self)  # before an engine hides some
+        model_tensors.all_of(self)  # before an engine hides some
         make_place(self)
         _note_made("an optimizer was made", "make it before the loop", reference)
 
@@ -137,7 +137,7 @@ class Remains:
     """What counts of an optimizer, for as long as it lives and perhaps longer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.groups = models.all_of(optimizer)
+        self.groups = model_tensors.all_of(optimizer)
         self.state = optimizer.state
         self.param_groups = [{**settings, "params": parameters} for settings, parameters in self.groups]
 
@@ -150,7 +150,7 @@ def note_remains() -> None:
     for ref in _optimizers:
         optimizer = ref()
         if optimizer is not None:
-            remains, groups = _remains.get(ref), models.all_of(optimizer)
+            remains, groups = _remains.get(ref), model_tensors.all_of(optimizer)
             if remains is None or remains.groups is not groups or remains.state is not optimizer.state:
                 _remains[ref] = Remains(optimizer)
 
@@ -279,7 +279,7 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
     for optimizer in living:
         state = optimizer.state
         seen.append(len(state))
-        for _, in_group in models.all_of(optimizer):
+        for _, in_group in model_tensors.all_of(optimizer):
             groups.append(in_group)
             seen.append(len(in_group))
             for end in (in_group[0], in_group[-1]) if in_group else ():
@@ -348,5 +348,5 @@ def device_in_use() -> torch.device | None:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """The parameters of one optimizer now, in the order of its groups; those that it is not shown, too."""
-    for group in models.all_of(optimizer):
+    for group in model_tensors.all_of(optimizer):
         yield from group.parameters

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ttprun import torch_versions
-from ttprun.introspect.distributed_tensors import is_distributed, local_of
-from ttprun.introspect.models import parts_of, shown_to
+from ttprun.introspect.model_tensors import is_distributed, local_of, parts_of, shown_to
 from ttprun.protocol.reason import Reason
 from ttprun.state.chunks import Chunk
 

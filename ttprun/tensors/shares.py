@@ -22,9 +22,9 @@ import torch
 import xxhash
 from msgspec.structs import replace
 
-from ttprun.introspect import distributed_tensors, fail_open
+from ttprun.introspect import fail_open, model_tensors
 from ttprun.introspect.frames import SCALARS, user_frames, variables_of
-from ttprun.introspect.models import parts_of, tables_of
+from ttprun.introspect.model_tensors import parts_of, tables_of
 from ttprun.introspect.safe_reads import dictionary_of, is_a, module_of_class
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
 from ttprun.protocol.reason import Reason, pointer
@@ -198,7 +198,7 @@ def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFER
 
     Raises NotRepairableError, OSError.
     """
-    if distributed_tensors.are_any(optimizer_registry.parameters()):
+    if model_tensors.are_any(optimizer_registry.parameters()):
         if differing.owners:
             raise fail_open.NotRepairableError(BOTH_KINDS)
         _load_parts(header, files)
@@ -241,9 +241,7 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
     models: dict[str, dict[str, str]] = {}
     own: list[Part] = []
     keys = {
-        _place(tensor): key
-        for key, tensor in replicated.live_tensors()
-        if not distributed_tensors.is_distributed(tensor)
+        _place(tensor): key for key, tensor in replicated.live_tensors() if not model_tensors.is_distributed(tensor)
     }
     known_parameters = replicated.keys_of_parameters()
     for variable, module in modules_in(frame):
@@ -251,7 +249,7 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
         for name, value in tensors_of(module):
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
-            tensor = distributed_tensors.local_of(value).detach()
+            tensor = model_tensors.local_of(value).detach()
             key = known_parameters.get(id(value)) or (keys.get(_place(tensor)) if tensor.numel() else None)
             if key is None:
                 key = f"{variable}/{name}"

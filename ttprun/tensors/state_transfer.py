@@ -20,9 +20,9 @@ from typing import Protocol
 import msgpack
 import torch
 
-from ttprun.introspect import distributed_tensors
+from ttprun.introspect import model_tensors
 from ttprun.introspect.fail_open import NotRepairableError
-from ttprun.introspect.models import shown_to
+from ttprun.introspect.model_tensors import shown_to
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import sharded
@@ -241,7 +241,7 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]
     gradients = [parameter.grad for parameter in shown_to(optimizer)]
     if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
         raise NotRepairableError(Reason("other-weights", "a gradient is sparse, and cannot be taken from another rank"))
-    return [None if gradient is None else distributed_tensors.local_of(gradient).detach() for gradient in gradients]
+    return [None if gradient is None else model_tensors.local_of(gradient).detach() for gradient in gradients]
 
 
 def _form_of(gradient: torch.Tensor | None) -> list[object] | None:
@@ -288,7 +288,7 @@ def _receive(connection: socket.socket) -> None:
             raise NotRepairableError(
                 Reason("sharding-unknown", f"{key}: this rank's part is {place}, and the source's {theirs}")
             )
-        _fill(connection, distributed_tensors.local_of(tensor))
+        _fill(connection, model_tensors.local_of(tensor))
 
     take_over(header, fill)
     if (loaded := digest_of_shards()) != sent:

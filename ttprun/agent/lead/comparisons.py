@@ -24,7 +24,7 @@ from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, report_mismatch
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import replace_file
-from ttprun.observe.topology import StateSource
+from ttprun.observe.status import StateSource
 from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.reason import Reason
 from ttprun.rank.verification import PROOF_STEPS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from ttprun.observe.topology import RankTopology, ShardedParameters, StateSource, Topology
+from ttprun.observe.status import RankTopology, ShardedParameters, StateSource, Topology
 from ttprun.protocol.from_rank import Group
 from ttprun.recovery.replicas import Replicas
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch.utils.data.dataloader as torch_dataloader
 from torch.utils.data import DataLoader
 
-from ttprun.capture.data import loader_parts, rest_of_epoch, workers
+from ttprun.capture.data import rest_of_epoch, workers
 from ttprun.capture.data.rest_of_epoch import fetched_ahead
 from ttprun.capture.host import current
 from ttprun.capture.position import placeholders
@@ -97,7 +97,7 @@ def wrap_iter(original: Any) -> Any:
         began |= {"from": iterator._num_yielded, "seed": iterator._base_seed}
         _register(iterator, began, self)
         if _asks_late(iterator):
-            iterator._ttprun_unbegun = (self, loader_parts.state_of(self))
+            iterator._ttprun_unbegun = (self, workers.state_of(self))
         return iterator
 
     return make
@@ -140,7 +140,7 @@ def _number_on_from(number: int) -> None:
 
 def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
     return {
-        **loader_parts.state_of(loader),
+        **workers.state_of(loader),
         "first": None,
         "name": name,
         "lead": 0,
@@ -148,7 +148,7 @@ def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
         "place": _note_made(name),
         "source": rest_of_epoch.source_of(loader),
         "rest": None,
-        "resumed": loader_parts.resumed_from(loader),
+        "resumed": workers.resumed_from(loader),
     }
 
 
@@ -167,7 +167,7 @@ def _asks_late(iterator: Any) -> bool:
 
 def _note_first(iterator: Any, loader: DataLoader[Any], made_with: dict[str, Any]) -> None:
     """An iterator is about to ask its sampler: is anything else than it was when it was made?"""
-    now = loader_parts.state_of(loader)
+    now = workers.state_of(loader)
     if now != made_with:
         iterator._ttprun["first"] = now
 
@@ -187,9 +187,9 @@ def _register(iterator: Any, began: dict[str, Any], loader: Any) -> None:
 def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -> Any:
     global _has_stepped
     recorded = {"from": 0, "seed": None, "resumed": b""} | recorded  # one of an older record has none of these
-    loader_parts.put_back(loader, recorded)
+    workers.put_back(loader, recorded)
     skip = max(0, recorded["yielded"] - recorded["from"] - max(1, recorded["lead"]))
-    is_read = loader_parts.resume_again(loader, recorded["resumed"])
+    is_read = workers.resume_again(loader, recorded["resumed"])
     is_read = is_read or loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
     Skipping.batches, Skipping.seed = 0 if is_read else skip, recorded["seed"]
     if recorded["rest"] is not None:
@@ -198,15 +198,15 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     _number_on_from(own_workers[0])
     if own_workers[1]:
         # The lost rank's persistent iterator was restarted here; unlike making one, that draws no seed for workers.
-        Skipping.before_first = functools.partial(loader_parts.set_random_states, loader, recorded)
+        Skipping.before_first = functools.partial(workers.set_random_states, loader, recorded)
     iterator = _make(original, loader, workers.Making(tuple(own_workers), Skipping.batches, is_again=True))
     # Without workers no index has been requested yet, and another iterator may be made first.
     iterator._ttprun_skip, Skipping.batches = Skipping.batches, 0
     iterator._ttprun_stream, Skipping.stream = Skipping.stream, None
     Skipping.before_first, Skipping.seed = None, None
     if _asks_late(iterator):
-        first = recorded.get("first") or loader_parts.state_of(loader)
-        iterator._ttprun_before_first = functools.partial(loader_parts.put_back, loader, first)
+        first = recorded.get("first") or workers.state_of(loader)
+        iterator._ttprun_before_first = functools.partial(workers.put_back, loader, first)
     _earlier[tuple(recorded["name"])] = recorded.get("earlier", [])
     _has_stepped = True
     if recorded["each"]:
@@ -297,7 +297,7 @@ def records() -> list[dict[str, Any]]:
 
 def _record_of(iterator: Any) -> dict[str, Any]:
     began = iterator._ttprun
-    batch = loader_parts.fingerprints(iterator._ttprun_batch)
+    batch = workers.fingerprints(iterator._ttprun_batch)
     ahead = fetched_ahead(began["lead"], began["each"])
     fetched = _fetched(iterator, batch, ahead) if ahead else []
     earlier = _earlier.get(tuple(began["name"]), [])
@@ -311,7 +311,7 @@ def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | Non
     """
     recent, yielded = iterator._ttprun_recent, iterator._num_yielded
     if not recent or recent[-1][0] != yielded:
-        recent.append((yielded, batch if loader_parts.is_of_tensors(iterator._ttprun_batch) else None))
+        recent.append((yielded, batch if workers.is_of_tensors(iterator._ttprun_batch) else None))
     del recent[:-ahead]
     if [number for number, _ in recent] != list(range(yielded - ahead + 1, yielded + 1)):
         return None
@@ -430,7 +430,7 @@ def wrap_next(original: Any) -> Any:
                 began = self._ttprun_stranger = getattr(self, "_ttprun_stranger", None) or _meet_stranger(self)
             costs = session.costs
             since = costs.now() if costs.is_on else 0
-            loader_parts.note_batch(session, str(began["name"]), batch)
+            workers.note_batch(session, str(began["name"]), batch)
             if since:
                 costs.add(DATA, since)
         return batch

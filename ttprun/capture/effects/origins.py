@@ -34,7 +34,7 @@ from ttprun.introspect.ownership import has_muted_effects, is_script_code
 
 MOST = 2048  # draws that are kept
 MOST_AT_ONE_PLACE = 64
-# Packages that name a run's folder for the user; a replacement appends to their files (framework_patches.py).
+# Packages that name a run's folder for the user; a replacement appends to their files (installing.py).
 _NAMING = ("hydra", "tensorboard", "torch.utils.tensorboard")
 _clock_ns = time.time_ns
 _localtime = time.localtime

@@ -31,7 +31,7 @@ from ttprun.capture.effects.file_answers import is_called_by_user
 from ttprun.capture.host import Host, current
 from ttprun.capture.position import user_code
 from ttprun.capture.records.recorder import Recorder
-from ttprun.introspect import fail_open, fault_points, signal_handlers
+from ttprun.introspect import fail_open, signal_handlers, stages
 from ttprun.protocol.board import Field, Phase
 
 _to_skip: dict[int, int] = {}  # path's key: bytes that the lost rank has written
@@ -365,7 +365,7 @@ def wrap_save(original: Any) -> Any:
         session = current()
         if session is not None and not session.mode.is_live:
             return None
-        fault_points.reached("checkpoint")
+        stages.reached("checkpoint")
         if session is None or threading.current_thread() is not threading.main_thread():
             return original(*args, **kwargs)
         session.touch(Phase.SAVING)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ttprun import torch_versions
-from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.safe_reads import of_types
 from ttprun.protocol.reason import pointer
 

@@ -17,7 +17,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from ttprun.capture.position import iterables, library_loops, loops
+from ttprun.capture.position import call_site, iterables, loops
 from ttprun.capture.records.nodes import (
     IteratorNode,
     Node,
@@ -164,7 +164,7 @@ def _is_expression(value: types.GeneratorType[Any, Any, Any]) -> bool:
 
 
 def _hidden(value: types.GeneratorType[Any, Any, Any]) -> RefusedNode:
-    follows = "" if _is_expression(value) else library_loops.what_follows_of(value.gi_frame)
+    follows = "" if _is_expression(value) else call_site.what_follows_of(value.gi_frame)
     return RefusedNode(
         f"is the generator {value.__qualname__}, {follows or 'which does not show the positions of its loops'}",
         "loop-of-a-library" if follows else "iterator-position",

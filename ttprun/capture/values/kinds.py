@@ -47,7 +47,7 @@ from ttprun.capture.values import (
 from ttprun.capture.values.histories import Unrecorded
 from ttprun.capture.values.restore import RESTORERS, Restorer
 from ttprun.capture.values.snapshot import Handler, Snapshot, choose_with
-from ttprun.introspect import distributed_tensors, fail_open
+from ttprun.introspect import fail_open, model_tensors
 from ttprun.introspect.safe_reads import has_dictionary, has_method, slots_of
 
 _OF_THE_INTERPRETER: tuple[type, ...] = (
@@ -206,7 +206,7 @@ def handler_for(kind: type) -> Handler:
     adapter = adapters.adapter_for(kind)
     if adapter is not None:
         return adapters.record_with(adapter, kind)
-    if distributed_tensors.kind() is not None and issubclass(kind, distributed_tensors.kind()):  # type: ignore[arg-type]
+    if model_tensors.kind() is not None and issubclass(kind, model_tensors.kind()):  # type: ignore[arg-type]
         return tensors.record_sharded
     for base, handler in BY_BASE:
         if issubclass(kind, base):

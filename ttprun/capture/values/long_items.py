@@ -32,7 +32,7 @@ from ttprun.capture.values.kept import Apart, Trace, lasting_numbers
 from ttprun.capture.values.large import SMALL_BYTES, TENSOR_BYTES, TURN_BYTES, WHOLE_BYTES, fingerprint_of_all, form_of
 from ttprun.capture.values.objects import record_object, record_value_object
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
-from ttprun.introspect.distributed_tensors import is_distributed, local_of
+from ttprun.introspect.model_tensors import is_distributed, local_of
 from ttprun.introspect.ownership import is_script_code
 from ttprun.introspect.safe_reads import is_a
 

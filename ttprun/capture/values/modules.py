@@ -36,8 +36,7 @@ from ttprun.capture.values.objects import left_out_by_framework, made_when_neede
 from ttprun.capture.values.plain import BASES
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect.distributed_tensors import is_distributed, local_of
-from ttprun.introspect.models import all_of, how_many_shown, parts_of, tables_of
+from ttprun.introspect.model_tensors import all_of, how_many_shown, is_distributed, local_of, parts_of, tables_of
 from ttprun.introspect.safe_reads import bases_of, dictionary_of_class, is_a, module_of_class, of_types
 from ttprun.introspect.tensor_bytes import plain
 

@@ -46,7 +46,7 @@ from ttprun.capture.values.large import (
 )
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect.distributed_tensors import is_distributed, local_of, waited_for
+from ttprun.introspect.model_tensors import is_distributed, local_of, waited_for
 from ttprun.introspect.safe_reads import dictionary_of, is_a
 from ttprun.introspect.tensor_bytes import plain
 

@@ -29,8 +29,7 @@ from ttprun.chaos.trial.compare import (
 from ttprun.chaos.trial.kills import WISHES, KillOutcome, blamed, plan, refused, rows_of
 from ttprun.chaos.trial.twins import PLACES, Launch, WorkingCopy, clean_environment, words_of
 from ttprun.config import LaunchValue
-from ttprun.observe.status import read_status
-from ttprun.observe.topology import read_topology
+from ttprun.observe.status import read_status, read_topology
 from ttprun.protocol.reason import Reason
 
 _UNSEEN_LIMIT_S = 10.0  # an unprotected job that has taken no step under our hooks by then would run to its end

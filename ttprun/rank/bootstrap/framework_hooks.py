@@ -9,7 +9,7 @@ from ttprun.capture import installing
 from ttprun.chaos import strikes
 from ttprun.groups import script_calls
 from ttprun.groups.journal import Journal
-from ttprun.introspect import fault_points
+from ttprun.introspect import stages
 from ttprun.introspect.current_rank import begin, current, leave_in_children
 from ttprun.protocol import from_rank, mindio
 from ttprun.rank.bootstrap import patch_table
@@ -28,7 +28,7 @@ def install(presence: Presence) -> None:
         presence.channel.send(from_rank.Note(f"not protected on this torch version: {', '.join(missing)}"))
     leave_in_children()
     if presence.welcome.options.allow_faults:
-        fault_points.listener = strikes
+        stages.listener = strikes
         strikes.begin(presence.welcome.faults, presence.channel)
 
 

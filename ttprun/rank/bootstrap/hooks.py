@@ -22,7 +22,7 @@ from ttprun.groups import script_calls
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
-from ttprun.introspect import fail_open, fault_points
+from ttprun.introspect import fail_open, stages
 from ttprun.introspect.current_rank import Observers, Rank, begin, leave_in_children
 from ttprun.protocol import from_rank, patience, to_rank
 from ttprun.protocol.board import Board, Phase
@@ -41,7 +41,7 @@ from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.replicated import KeptWeights
 from ttprun.tensors.shares import SnapshotPart
 
 
@@ -60,7 +60,7 @@ def install(presence: Presence) -> None:
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
     leave_in_children()
     if options.allow_faults:
-        fault_points.listener = observer.ordered(presence.welcome.rank) or strikes
+        stages.listener = observer.ordered(presence.welcome.rank) or strikes
         strikes.begin(presence.welcome.faults, presence.channel)
     if options.may_rerun:
         reset.note_beginning()

@@ -18,18 +18,19 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from itertools import dropwhile, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ttprun import text_hashes
 from ttprun.capture import effects
-from ttprun.capture.data.lost_worker import lost_worker
 from ttprun.capture.position import user_code
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.device_errors import DeviceFault, Diagnosis, causes_of, in_one_line
 from ttprun.introspect import children, current_rank, signal_handlers
 from ttprun.introspect.fail_open import session_now
+from ttprun.introspect.frames import variables_of
 from ttprun.introspect.ownership import add_named_path, add_user_directory
 from ttprun.introspect.patching import after_import, is_overdue
 from ttprun.protocol import from_rank, mindio, to_rank
@@ -42,6 +43,7 @@ from ttprun.rank.bootstrap.presence import Presence, diagnose
 
 if TYPE_CHECKING:
     from ttprun.introspect.current_rank import Rank
+
 
 PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
@@ -368,10 +370,10 @@ def _finish() -> None:
 
 def _finish_well(session: Rank | None) -> None:
     """The script has ended without an exception: refuse that in a replay, which should have reached its boundary."""
-    from ttprun.introspect import fault_points
+    from ttprun.introspect import stages
 
     try:
-        fault_points.reached("exit")
+        stages.reached("exit")
     except damage.InjectedFaultError as error:  # nothing above us would turn it into an exit code
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # as if not caught
         os._exit(damage.EXIT_CODE)
@@ -402,3 +404,43 @@ def take_over() -> None:
         current_rank.end()
         why = Reason("hooks-missing", f"the hooks could not be installed: {error!r}")
         presence.channel.send(from_rank.RankUnprotected(why))
+
+
+_DEATH_LIMIT_S = 1.0  # of a worker that has closed its connections
+
+
+def lost_worker(error: BaseException) -> str:
+    """The death of a DataLoader's worker that shows as this error, in torch's words; "" if it is none.
+
+    error   that has ended the script, with its traceback
+
+    What a script's own data raises comes from frames of its own, or from torch's where a worker has passed it on; the
+    loss of a connection comes from those of multiprocessing.
+
+    Blocks for _DEATH_LIMIT_S at most, and only if the error came out of a DataLoader's connection.
+    """
+    trace = error.__traceback__ if isinstance(error, (OSError, EOFError)) else None
+    loader, innermost = None, ""
+    while trace is not None:
+        innermost = trace.tb_frame.f_globals.get("__name__", "")
+        if loader is None and innermost == "torch.utils.data.dataloader":
+            loader = variables_of(trace.tb_frame).get("self")
+        trace = trace.tb_next
+    if loader is None or not innermost.startswith("multiprocessing."):
+        return ""
+    killed = _killed_one(getattr(loader, "_workers", ()))
+    return "" if killed is None else f"DataLoader worker (pid {killed.pid}) exited unexpectedly"
+
+
+def _killed_one(workers: Sequence[Any]) -> Any:
+    """A worker that a signal has ended, or ends within _DEATH_LIMIT_S; those that have done their work do not count."""
+    from multiprocessing.connection import wait  # torch has imported it; a script that has no DataLoader need not
+
+    ends_s = time.monotonic() + _DEATH_LIMIT_S
+    running = {worker.sentinel: worker for worker in workers}
+    while running and (ended := wait(list(running), max(0.0, ends_s - time.monotonic()))):
+        for sentinel in ended:
+            worker = running.pop(sentinel)
+            if (worker.exitcode or 0) < 0:
+                return worker
+    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ttprun.capture.patch_rows import PATCHES as OF_CAPTURE
+from ttprun.capture import PATCHES as OF_CAPTURE
 from ttprun.device.environment import VARIABLES
 from ttprun.groups import PATCHES as OF_GROUPS
 from ttprun.introspect.patching import Patch, after_import, replace
@@ -34,7 +34,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed.fsdp._flat_param",
         "FlatParamHandle.__init__",
-        "introspect.distributed_tensors:wrap_init",
+        "introspect.model_tensors:wrap_init",
         "to know which part of FSDP1's flat parameters is whose",
         "imported",
     ),

@@ -35,7 +35,7 @@ from ttprun.rank.bootstrap.presence import Presence, diagnose
 from ttprun.rank.verification import Verifier
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
-from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.replicated import KeptWeights
 
 # Statements of known modules that run at import, and must run again in each rank that is made of a copy.
 #

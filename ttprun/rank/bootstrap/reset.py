@@ -31,7 +31,7 @@ from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import user_code
 from ttprun.device.device_errors import causes_of
 from ttprun.groups import departure, thread_collectives
-from ttprun.introspect import distributed_tensors, fail_open, random_state
+from ttprun.introspect import fail_open, model_tensors, random_state
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.ownership import has_muted_effects
 from ttprun.rank.step import step_hooks
@@ -122,7 +122,7 @@ def clear(error: BaseException) -> None:
     for function in _registered:
         atexit.unregister(function)
     _registered.clear()
-    of_steps = (step_hooks, optimizer_registry, distributed_tensors, gradients, open_boundaries)
+    of_steps = (step_hooks, optimizer_registry, model_tensors, gradients, open_boundaries)
     for room in (*of_steps, installing, thread_collectives):
         room.forget()
     _empty_shared_states()

@@ -28,7 +28,7 @@ from ttprun.groups import generations
 from ttprun.groups.journal import Journal
 from ttprun.groups.links import cut_all
 from ttprun.groups.process_group import groups_of
-from ttprun.introspect import fault_points
+from ttprun.introspect import stages
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, mindio, to_rank
@@ -37,7 +37,7 @@ from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
 from ttprun.protocol.reason import Reason
-from ttprun.rank.framework import scheduler, step_ends
+from ttprun.rank.framework import framework, handlers
 from ttprun.rank.framework.codes import FORCE_STOP, RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import SAVE, Size
@@ -65,7 +65,7 @@ class CallbackRecovery(Recovery):
             case to_rank.Heard():
                 pass
             case mindio.SchedulerCall(action=action, arguments=arguments):
-                scheduler.call(action, arguments)
+                framework.call(action, arguments)
             case mindio.FailMemory():
                 self._framework.fail_memory()
             case to_rank.Freeze(repair_type=repair_type):
@@ -127,7 +127,7 @@ class CallbackRecovery(Recovery):
 
     def _freeze(self, order: to_rank.Freeze) -> None:
         session, framework = self._session, self._framework
-        fault_points.reached("freeze")
+        stages.reached("freeze")
         framework.order_stop(order.repair_type)  # again, as the previous repair may just have released it
         session.board.announce(session.rank, Field.LEAVING, 0)
         session.hold(order.generation)
@@ -214,7 +214,7 @@ class CallbackRecovery(Recovery):
         framework.repair_type = order.repair_type
         self._rebuild(order, fault_ranks=order.lost)
         size = _size_of(order.size)
-        fault_points.reached("transfer")
+        stages.reached("transfer")
         for part in order.parts:
             needs_rebuild = part.repair_type in REBUILDS
             info = asdict(part) | {"repair_type": part.repair_type.value}
@@ -231,7 +231,7 @@ class CallbackRecovery(Recovery):
     def _rebuild(self, order: mindio.Repair | mindio.Rollback, fault_ranks: list[int]) -> None:
         """Clean, connect the groups that all members have, and call the framework's rebuild handler."""
         session, framework = self._session, self._framework
-        fault_points.reached("rebuild")
+        stages.reached("rebuild")
         session.away = frozenset(order.size.away)
         if not framework.was_cleaned:
             with self._calling():
@@ -266,7 +266,7 @@ class CallbackRecovery(Recovery):
 
     def _save(self, order: mindio.Save) -> None:
         framework = self._framework
-        fault_points.reached("persist")
+        stages.reached("persist")
         if not framework.handlers.has(SAVE):
             raise NotRepairableError(
                 Reason("handler-missing", "no save_ckpt handler is registered, so nothing can be saved")
@@ -301,7 +301,7 @@ class CallbackRecovery(Recovery):
             self._rebuild(order, fault_ranks=[])
         with self._calling():
             framework.handlers.rollback(step, _size_of(order.size))
-        step_ends.restore(session, step)
+        handlers.restore(session, step)
         session.channel.send(from_rank.RankRebuilt(session.generation))
         framework.release(step)
         session.channel.send(from_rank.RankReissued(session.generation))

@@ -2,6 +2,9 @@
 
 The recovery thread (`callback_recovery.py`) orders this object to stop and to resume; the main thread notices in its
 next collective, before its next update of the optimizer, or in a wait. Read `Framework.run` first.
+
+A scheduler may take part in recovery (MindCluster's taskd): its callbacks get the agent's reports of faults
+(`notify`), and it sends requests; both use the rank's channel. The agent decides by itself and never waits for one.
 """
 
 from __future__ import annotations
@@ -9,24 +12,32 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, cast, get_args
 
 from ttprun.device import accelerator
 from ttprun.device.device_errors import DeviceFault, in_one_line
 from ttprun.groups.journal import REPORT_AFTER_S, Journal
 from ttprun.groups.operations import Entry
 from ttprun.groups.work import ManagedWork, Refused
-from ttprun.introspect import fault_points
+from ttprun.introspect import stages
 from ttprun.introspect.current_rank import JOINING, Rank, current
 from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.patience import Patience
-from ttprun.rank.framework import step_ends
-from ttprun.rank.framework.codes import ARF_FINISH, FORCE_STOP, STEP_FINISH, Action, ErrorTable, ReportState
-from ttprun.rank.framework.handlers import Elastic, Handlers
-from ttprun.rank.framework.step_ends import Pauses
+from ttprun.rank.framework import handlers
+from ttprun.rank.framework.codes import (
+    ARF_FINISH,
+    FORCE_STOP,
+    RET_ERROR,
+    RET_OK,
+    STEP_FINISH,
+    Action,
+    ErrorTable,
+    ReportState,
+)
+from ttprun.rank.framework.handlers import Elastic, Handlers, Pauses
 from ttprun.rank.replay.recovery import JoinsTraining
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.commit_barrier import commit
@@ -185,7 +196,7 @@ class Framework:
                     raise
                 entry.inner = Refused(error)  # its wait() waits for a recovery
             journal.entries.append(entry)
-        fault_points.reached("collective")
+        stages.reached("collective")
         return ManagedWork(journal, entry)
 
     # The optimizer's update.
@@ -197,17 +208,17 @@ class Framework:
         STOP) if a recovery has begun, and this rank need not finish the step.
         """
         session = self._session
-        fault_points.reached("before_step")
+        stages.reached("before_step")
         self.admit()
         accelerator.synchronize()  # a collective that fails late must not feed the update
         boundary = session.applied + 1
-        step_ends.keep(session, boundary)
+        handlers.keep(session, boundary)
         self._pauses.agree(boundary)
         session.board.announce(session.rank, Field.RECORDED, boundary)
         commit(session, boundary, self._leave_if_settled, _LOOK_AGAIN_S)
         self.is_torn = True
         session.touch(Phase.STEPPING)
-        fault_points.reached("in_step")
+        stages.reached("in_step")
 
     def _leave_if_settled(self) -> None:
         session = self._session
@@ -225,10 +236,10 @@ class Framework:
         if step <= session.applied:
             raise ValueError(f"tft_end_updating_os: step {step} is not after step {session.applied}")
         accelerator.synchronize()
-        fault_points.reached_step_end()
+        stages.reached_step_end()
         is_first = session.applied == 0
         if step != session.applied + 1:  # the framework has resumed from a checkpoint of its own
-            step_ends.keep(session, step)
+            handlers.keep(session, step)
         with session.changed:
             session.stand_at(step)
             self.is_torn = False
@@ -237,7 +248,7 @@ class Framework:
         session.touch(Phase.COMPUTING)
         if is_first:
             step_hooks.report_imports(session)
-        fault_points.reached("after_step")
+        stages.reached("after_step")
 
     # The train function.
 
@@ -287,7 +298,7 @@ class Framework:
         """
         session = self._session
         self.admit()
-        fault_points.reached("exit")
+        stages.reached("exit")
         board = session.board
         board.announce(session.rank, Field.LEAVING, 1)
         session.touch(Phase.FINISHED)
@@ -401,3 +412,63 @@ def this_rank() -> tuple[Rank, Framework]:
     if session is None or not isinstance(framework, Framework):
         raise RuntimeError("mindio_ttp: this process is not a protected rank; start the script with: ttprun --mindio")
     return session, framework
+
+
+ACTIONS: tuple[str, ...] = get_args(mindio.SchedulerAction)
+STRATEGIES: tuple[str, ...] = get_args(mindio.Wish)
+STOPS = ("stop", "pause")
+SWITCH, NO_SWITCH = "hot switch", "stop switch"
+
+_callbacks: dict[str, Callable[..., Any]] = {}
+
+
+def register(action: str, function: Callable[..., Any]) -> int:
+    """Register a callback; RET_ERROR if there is no such action, or it is not a function.
+
+    action   one of ACTIONS
+    """
+    if action not in ACTIONS or not callable(function):
+        return RET_ERROR
+    _callbacks[action] = function
+    this_rank()[0].channel.send(mindio.SchedulerRegistered())
+    return RET_OK
+
+
+def call(action: str, arguments: list[Any]) -> None:
+    """Pass a report of the agent to its callback, on a thread of its own, since a callback may block.
+
+    action      one of ACTIONS; nothing is done if it has no callback
+    arguments   from JSON: keys that are ranks become numbers again
+    """
+    function = _callbacks.get(action)
+    if function is not None:
+        with_ranks = [_with_ranks_as_numbers(argument) for argument in arguments]
+        threading.Thread(target=function, args=with_ranks, name="ttprun-scheduler", daemon=True).start()
+
+
+def _with_ranks_as_numbers(argument: Any) -> Any:
+    """JSON has turned the keys into str."""
+    return {int(rank): value for rank, value in argument.items()} if isinstance(argument, dict) else argument
+
+
+def prepare(action: str, ranks: Mapping[int, int]) -> int:
+    """Request a hot switch of some ranks, or cancel it; RET_ERROR if that is impossible.
+
+    action   SWITCH or NO_SWITCH, which cancels it
+    ranks    some, but not all of the job -> kind of fault; not used by NO_SWITCH
+    """
+    session = this_rank()[0]
+    if action == NO_SWITCH:
+        return notify(action)
+    is_possible = 0 < len(ranks) < session.world_size and all(0 <= rank < session.world_size for rank in ranks)
+    return notify(action, ranks=dict(ranks)) if action == SWITCH and is_possible else RET_ERROR
+
+
+def notify(what: str, ranks: Mapping[int, int] | None = None, timeout_s: float | None = None, params: str = "") -> int:
+    """Send a request of the scheduler to the agent; returns RET_OK.
+
+    what                       in MindIO's words, one of `mindio.Asked`
+    ranks, timeout_s, params   as in SchedulerAsked
+    """
+    this_rank()[0].channel.send(mindio.SchedulerAsked(cast(mindio.Asked, what), dict(ranks or {}), timeout_s, params))
+    return RET_OK

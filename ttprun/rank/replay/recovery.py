@@ -17,12 +17,12 @@ import traceback
 from typing import NamedTuple
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.groups import device_stop, generations
+from ttprun.groups import generations
 from ttprun.groups.connection import Exchange, GenerationOverError
 from ttprun.groups.journal import REPORT_AFTER_S, Journal
 from ttprun.groups.links import abort_all, cut_all
 from ttprun.groups.process_group import living
-from ttprun.introspect import fail_open, fault_points
+from ttprun.introspect import fail_open, stages
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import from_rank, mindio, rank_events, to_rank
 from ttprun.protocol.channel import Message
@@ -198,12 +198,12 @@ class Recovery:
         except (OvertakenError, GenerationOverError):
             return
         except DeviceFailedError as error:
-            device_stop.give_up_process(session, error)
+            generations.give_up_process(session, error)
         except Exception as error:
             if self._newest_generation > order.generation:
                 return
-            if session.framework is None and device_stop.has_failed(session, error):
-                device_stop.give_up_process(session, DeviceFailedError(str(error)))
+            if session.framework is None and generations.has_failed(session, error):
+                generations.give_up_process(session, DeviceFailedError(str(error)))
             is_refusal = isinstance(error, fail_open.NotRepairableError)
             if isinstance(order, _OF_CONNECTIONS) and isinstance(error, RuntimeError | OSError) and not is_refusal:
                 # These errors only mean that another rank is lost or a connection has broken.
@@ -221,7 +221,7 @@ class Recovery:
 
     def _carry_out(self, order: Ordered) -> None:
         session = self._session
-        device_stop.enter(self._session)
+        generations.enter(self._session)
         match order:
             case to_rank.Freeze():
                 self._freeze(order)
@@ -263,7 +263,7 @@ class Recovery:
         session = self._session
         if order.generation == self._saved_in and held_signals.is_end_near():
             held_signals.note_saved()
-        fault_points.reached("rebuild")
+        stages.reached("rebuild")
         if isinstance(session.mode, ReplayRun):
             recovery_orders.go_live(session, session.mode, order)
             return

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ttprun.device import accelerator
-from ttprun.groups import device_stop, generations, thread_collectives
+from ttprun.groups import generations, thread_collectives
 from ttprun.groups.connection import Exchange
 from ttprun.groups.generations import LOOK_AGAIN_S
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
-from ttprun.introspect import fail_open, fault_points, signal_handlers
+from ttprun.introspect import fail_open, signal_handlers, stages
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.stages import Stage
 from ttprun.protocol import from_rank, to_rank
@@ -60,7 +60,7 @@ class _Freeze(NamedTuple):
 
 
 def _hold(freeze: _Freeze) -> None:
-    fault_points.reached("freeze")
+    stages.reached("freeze")
     session = freeze.session
     session.hold(freeze.order.generation)
 
@@ -91,7 +91,7 @@ def _give_up_saves(freeze: _Freeze) -> None:
 
 
 def _settle_device(_: _Freeze) -> None:
-    device_stop.settle()
+    generations.settle()
 
 
 def _report(freeze: _Freeze) -> None:
@@ -208,7 +208,7 @@ def send_state(session: Rank, order: to_rank.SendState, check_overtaken: Callabl
 
     Raises NotRepairableError, TimeoutError, OSError.
     """
-    fault_points.reached("transfer")
+    stages.reached("transfer")
     if session.has_collective_steps:
         raise fail_open.NotRepairableError(IN_STEP)
     digest = state_transfer.serve(_place_of(session, order), len(order.to), order.limit_s, check_overtaken)
@@ -218,7 +218,7 @@ def send_state(session: Rank, order: to_rank.SendState, check_overtaken: Callabl
 def fetch_state(session: Rank, order: to_rank.FetchState, check_overtaken: Callable[[], None]) -> None:
     """Load what another rank sends."""
     session.touch(Phase.REPAIRING)
-    fault_points.reached("transfer")
+    stages.reached("transfer")
     digest = state_transfer.fetch(_place_of(session, order), order.limit_s, check_overtaken)
     session.channel.send(from_rank.RankRepaired(order.generation, digest))
 
@@ -254,7 +254,7 @@ def _await_step(
         if time.monotonic() > end_s:
             raise TimeoutError(f"it has not come to optimizer step {order.boundary} within {order.limit_s:.0f} s")
         time.sleep(_LOOK_AGAIN_S)
-    fault_points.reached("gradients")
+    stages.reached("gradients")
     accelerator.synchronize()
     return optimizer
 
@@ -271,7 +271,7 @@ def _place_of(
 def load_mirror(session: Rank, order: to_rank.LoadMirror) -> None:
     """Load the lost rank's mirror."""
     session.touch(Phase.REPAIRING)
-    fault_points.reached("transfer")
+    stages.reached("transfer")
     if order.path:
         mirror.load(order.path)
     else:
@@ -283,7 +283,7 @@ def load_mirror(session: Rank, order: to_rank.LoadMirror) -> None:
 def load_state(session: Rank, order: to_rank.LoadState) -> None:
     """Load a snapshot or a checkpoint."""
     session.touch(Phase.REPAIRING)
-    fault_points.reached("transfer")
+    stages.reached("transfer")
     differing = shares.Differing(order.owners, session.rank, ())
     shares.load(order.header, list(order.files), differing)
     session.channel.send(from_rank.RankRepaired(order.generation, replicated.digest()))
@@ -291,7 +291,7 @@ def load_state(session: Rank, order: to_rank.LoadState) -> None:
 
 def dump(session: Rank, order: to_rank.Dump) -> None:
     """Write this rank's share of the survivors' state; the main thread waits meanwhile."""
-    fault_points.reached("persist")
+    stages.reached("persist")
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     share, mirrored, why_not = None, {}, ""
     try:
@@ -329,7 +329,7 @@ def resume(session: Rank, order: to_rank.Resume, check_overtaken: Callable[[], N
     generations.issue_again(session, lambda: session.channel.send(from_rank.RankRebuilt(session.generation)))
     session[Verifier].prove_from(session.applied)
     session.go_on()
-    fault_points.reached("thaw")
+    stages.reached("thaw")
     generations.complete(session, check_overtaken)
     session.channel.send(from_rank.RankReissued(session.generation))
 

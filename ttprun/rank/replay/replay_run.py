@@ -29,7 +29,7 @@ from ttprun.groups import thread_collectives
 from ttprun.groups.operations import OPERATIONS, tensors_in
 from ttprun.groups.process_group import groups_of
 from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone
-from ttprun.introspect import fail_open, fault_points
+from ttprun.introspect import fail_open, stages
 from ttprun.introspect.current_rank import Mode, Rank
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.protocol import from_rank
@@ -42,7 +42,7 @@ from ttprun.tensors import gradients, mirror, open_boundaries, optimizer_registr
 from ttprun.tensors.gradients import GRADIENT
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Stored
-from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.replicated import KeptWeights
 
 if TYPE_CHECKING:
     import torch
@@ -345,7 +345,7 @@ class ReplayRun(Replay, Mode):
             for group in groups_of(session):
                 group.count_as(made)
             session.made.by_ranks = Counter(made)
-        fault_points.reached("replay")
+        stages.reached("replay")
         self.findings.report()
         session.channel.send(from_rank.RankReplayed(session.generation, self.boundary, self.setup_s))
         self.live.wait()  # until the recovery thread sets it; at its deadline the agent kills this process

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttprun.groups.collectives import Message
 from ttprun.groups.connection import Exchange, GenerationOverError, GivenUpError
 from ttprun.groups.gloo import Connection
 from ttprun.groups.journal import REPORT_AFTER_S, EndedError, Journal, has_ended
-from ttprun.groups.messages import Message
 from ttprun.introspect.costs import COMMIT, measured
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.frames import waits_for_recovery

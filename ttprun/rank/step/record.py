@@ -24,7 +24,7 @@ from ttprun.capture.values.changes import Clock
 from ttprun.capture.values.trees import name_of_blob
 from ttprun.groups.results import Results
 from ttprun.introspect import costs as costs_of
-from ttprun.introspect import distributed_tensors, fail_open, host_copies
+from ttprun.introspect import fail_open, host_copies, model_tensors
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.reason import Reason
@@ -32,7 +32,7 @@ from ttprun.tensors import open_boundaries, optimizer_registry, sharded
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.replicated import KeptWeights
 from ttprun.tensors.shares import SnapshotPart
 
 
@@ -165,7 +165,7 @@ def _why_not_alone() -> Reason:
 
 def why_shards_unknown(optimizer: torch.optim.Optimizer) -> Reason:
     """Why the layout of this rank's shard of the weights or the optimizer's state is unknown; "" if it is known."""
-    if any(map(distributed_tensors.is_gathered_in_place, optimizer_registry.parameters_of(optimizer))):
+    if any(map(model_tensors.is_gathered_in_place, optimizer_registry.parameters_of(optimizer))):
         return Reason(
             "sharding-unknown",
             "which part of FSDP1's parameters this rank holds is not known, as they are of a class of their own "
@@ -269,7 +269,7 @@ def _why_not_recorded(session: Rank, optimizer: torch.optim.Optimizer) -> Reason
         return elsewhere
     if session.has_stepped:
         return sharded.why_not_at_rest(optimizer) if optimizer_registry.are_sharded() else Reason()
-    if not distributed_tensors.are_any(optimizer_registry.parameters()):
+    if not model_tensors.are_any(optimizer_registry.parameters()):
         return Reason()
     why_not = sharded.why_not_held(optimizer_registry.stepped_tensors())
     return why_not or sharded.why_not_at_rest(optimizer)

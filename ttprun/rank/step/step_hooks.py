@@ -30,7 +30,7 @@ from ttprun.groups import device_link
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import costs as costs_of
-from ttprun.introspect import fail_open, fault_points, signal_handlers
+from ttprun.introspect import fail_open, signal_handlers, stages
 from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.frames import variables_of
 from ttprun.introspect.stages import Stage
@@ -47,7 +47,7 @@ from ttprun.tensors import gradients, optimizer_registry, replicated
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.replicated import KeptWeights
 from ttprun.tensors.shares import SnapshotPart
 
 _running: torch.optim.Optimizer | None = None
@@ -147,7 +147,7 @@ def _begin_step(session: Rank, optimizer: torch.optim.Optimizer, frame: FrameTyp
         act(step)
     if since:
         costs.add_rest(costs_of.CHECKS, since, (costs_of.RECORD, costs_of.COMMIT))
-    fault_points.reached("in_step")
+    stages.reached("in_step")
     return returned
 
 
@@ -174,9 +174,9 @@ class _Step:
 
 
 def _strike(_: _Step) -> None:
-    if fault_points.listener is not None:  # a fault at a random moment hardly ever comes just before the notes have
+    if stages.listener is not None:  # a fault at a random moment hardly ever comes just before the notes have
         device_link.stop_looking(_NOTES_LIMIT_S)
-    fault_points.reached("before_step")
+    stages.reached("before_step")
 
 
 def _refuse(step: _Step) -> None:
@@ -363,7 +363,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     if since:
         costs.add(costs_of.COPIES, since)
         _report_cost(session)
-    fault_points.reached("after_step")
+    stages.reached("after_step")
 
 
 def _report_cost(session: Rank) -> None:
@@ -377,7 +377,7 @@ def _report_cost(session: Rank) -> None:
 
 
 def _end_update(step: _Step) -> None:
-    fault_points.reached_step_end()
+    stages.reached_step_end()
     step.session.updates.end()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ttprun.rank.framework import scheduler
+from ttprun.rank.framework import framework
 from ttprun.rank.framework.codes import RET_ERROR
 
 
@@ -13,7 +13,7 @@ def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:
     """Have a function called: report_fault_ranks(ranks, codes), report_stop_complete(code, msg, ranks),
     report_strategies(ranks, strategies), report_result(code, msg, ranks, strategy). Ranks are {rank: kind of fault}.
     """
-    return scheduler.register(action, func)
+    return framework.register(action, func)
 
 
 def tft_notify_controller_stop_train(
@@ -23,14 +23,14 @@ def tft_notify_controller_stop_train(
 
     timeout   seconds that a pause lasts at most; None: till "continue", or pause_timeout_s
     """
-    if stop_type not in scheduler.STOPS:
+    if stop_type not in framework.STOPS:
         return RET_ERROR
-    return scheduler.notify(stop_type, ranks=fault_ranks, timeout_s=timeout)
+    return framework.notify(stop_type, ranks=fault_ranks, timeout_s=timeout)
 
 
 def tft_notify_controller_on_global_rank(fault_ranks: dict[int, int], time: int = 1) -> int:
     """The final list of all that have failed."""
-    return scheduler.notify("stop", ranks=fault_ranks, timeout_s=None)
+    return framework.notify("stop", ranks=fault_ranks, timeout_s=None)
 
 
 def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
@@ -40,16 +40,16 @@ def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> in
 
     params   for the handlers of a downgrade or upgrade, in JSON
     """
-    return scheduler.notify(strategy, params=params) if strategy in scheduler.STRATEGIES else RET_ERROR
+    return framework.notify(strategy, params=params) if strategy in framework.STRATEGIES else RET_ERROR
 
 
 def tft_notify_controller_prepare_action(action: str, fault_ranks: dict[int, int] | None = None) -> int:
     """ "hot switch": the processes of these ranks, which are healthy, are replaced by new ones once all ranks have
     finished the step; report_result reports the outcome. "stop switch": they are not, if it has not begun.
     """
-    return scheduler.prepare(action, fault_ranks or {})
+    return framework.prepare(action, fault_ranks or {})
 
 
 def tft_notify_controller_dump() -> int:
     """End the job, with a checkpoint."""
-    return scheduler.notify("dump")
+    return framework.notify("dump")
