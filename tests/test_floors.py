@@ -156,25 +156,33 @@ def test_what_a_session_knows_is_written_in_one_file() -> None:
 def test_the_parts_of_the_agent_know_only_those_that_they_are_built_on() -> None:
     needs = needs_of("agent", "chaos", "elastic_resume")
 
-    assert {own for own in needs if "ttprun.agent.node.supervisor" in needs[own]} == {
+    assert {own for own in needs if "ttprun.agent.launcher.supervisor" in needs[own]} == {
         "ttprun.agent.launcher.elastic_agent",
         "ttprun.agent.launcher.launch",
     }
-    assert {own for own in needs if "ttprun.agent.node.group" in needs[own]} == {"ttprun.agent.node.supervisor"}
 
 
-# What a node still imports of what is decided, but for `group`, which puts both together: none may be added.
-_NODE_TO_LEAD = {"control_socket", "node", "own_states", "process_watch", "supervisor"}
+# A node and what is decided know each other by messages alone, also in one agent; both stand on the ground.
+APART = {
+    "base": ("base",),
+    "node": ("base", "node"),
+    "lead": ("base", "lead"),
+    "between": ("base", "node", "lead", "between"),
+}
 
 
-def test_no_further_module_of_a_node_imports_what_is_decided() -> None:
-    needs = needs_of("agent")
-    own = "ttprun.agent.node."
+def test_a_node_and_what_is_decided_import_nothing_of_each_other() -> None:
+    needs = needs_of("agent", "recovery")
+    folders = {name: name.removeprefix("ttprun.").removeprefix("agent.").partition(".")[0] for name in needs}
     arrows = {
-        name.removeprefix(own) for name in needs if name.startswith(own) and any(".lead." in n for n in needs[name])
+        (own, name)
+        for own, others in needs.items()
+        for name in others
+        if folders[own] in APART and folders[name] not in (*APART[folders[own]], "recovery")
     }
+    decided = {own for own in needs if folders[own] in ("base", "node") and any("recovery" in n for n in needs[own])}
 
-    assert arrows - {"group"} == _NODE_TO_LEAD
+    assert arrows == decided == set()
 
 
 def test_the_recovery_imports_nothing_that_can_act() -> None:

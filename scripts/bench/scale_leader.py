@@ -28,12 +28,12 @@ from typing import Any
 
 from runs import end_with_parent
 
-from ttprun.agent.between import peers
+from ttprun.agent.base import peers
 from ttprun.agent.between.rendezvous import Place, meet
-from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.launcher.group import NewGroup
+from ttprun.agent.launcher.supervisor import Supervisor
 from ttprun.agent.lead.membership import Elasticity
-from ttprun.agent.node.supervisor import Supervisor
-from ttprun.agent.node.verdict import NewGroup
+from ttprun.agent.lead.resume import Resumption
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from tests.agent.encoded import EncodedWire
 from tests.agent.starting import LIMIT_S, start_of
 from tests.options import OPTIONS
-from ttprun.agent.node import group, stack_dumps
+from ttprun.agent.base import stack_dumps
+from ttprun.agent.launcher import group
 from ttprun.agent.node.rank_processes import RankHandler, Standby, StandbyCopy, StandbyHandler, kill_session
 from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Resume, Welcome

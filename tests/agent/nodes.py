@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ttprun import recovery
-from ttprun.agent.between.peers import Peers
-from ttprun.agent.lead.row import Row
-from ttprun.agent.node.node import Node
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.between.agent import Agent
+from ttprun.agent.lead.lead import Row
 from ttprun.agent.node.process import Process
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
@@ -22,13 +22,14 @@ from ttprun.protocol.rank_events import Event
 def ignore(event: Event) -> None: ...
 
 
-class Asked:
-    """A role that hands on what it is to decide."""
+class Blind:
+    """Nothing of this node is seen, but by messages."""
 
-    asked_elsewhere = ""
+    def state_of(self, rank: int) -> tuple[str, float]:
+        return "", 0.0
 
-    def __init__(self, advance: Callable[[Event], None]) -> None:
-        self.advance = advance
+    def newest(self, rank: int) -> int | None:
+        return None
 
 
 class NothingFails:
@@ -73,11 +74,12 @@ class Store:
                 raise RuntimeError("wait timeout")
 
 
-def node_of(directory: Path, *slots: Process, advance: Callable[[Event], None] = ignore, **config: Any) -> Node:
+def node_of(directory: Path, *slots: Process, advance: Callable[[Event], None] = ignore, **config: Any) -> Agent:
     """A node with these processes, as far as they are started."""
     job = recovery.new_job(recovery.Settings(world_size=max(1, len(slots))))
-    node = Node(Config(**config), RunDirectory(directory), True, job)
-    node.role, node.report = Asked(advance), advance  # type: ignore[assignment]
+    node = Agent(Config(**config), RunDirectory(directory), True, job)
+    node.advance = node.report = advance  # type: ignore[assignment]
+    node.eyes = Blind()  # type: ignore[assignment]
     if slots:
         node.peers = Peers(ranks_per_node=len(slots))
     node.here = list(slots)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.capture.records import record_of
-from ttprun.agent.node.stored_states import Stored
+from ttprun.agent.base.stored_states import Stored
 from ttprun.capture import values
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values import Snapshot

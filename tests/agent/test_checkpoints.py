@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.between.peers import Peers
-from ttprun.agent.launcher.resume import ENDED_NAME
-from ttprun.agent.lead.checkpoints import Checkpoints
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.lead.checkpoints import Checkpoints, SnapshotBuffer
+from ttprun.agent.lead.resume import ENDED_NAME
 from ttprun.agent.lead.writer import CheckpointWriter
-from ttprun.agent.node.stored_states import SnapshotBuffer
 from ttprun.protocol import to_rank
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.snapshot_messages import Dumped, Share, SnapshotTaken
@@ -34,12 +33,10 @@ class FakeNode:
 
     def __init__(self, persist_timeout_s: float, ranks: int = 1) -> None:
         self.config = SimpleNamespace(run_id="r1", persist_timeout_s=persist_timeout_s)
-        start = {"args": ("-u", "train.py")}
         self.sent: list[Any] = []  # to ranks
         self.ordered: list[Any] = []  # of other nodes
-        handler = SimpleNamespace(start=start)
-        self.slots = [SimpleNamespace(rank=rank, handler=handler, send=self.sent.append) for rank in range(ranks)]
-        self.here = self.slots
+        self.slots = [SimpleNamespace(rank=rank, send=self.sent.append) for rank in range(ranks)]
+        self.eyes = SimpleNamespace(command=lambda: ["train.py"])
         self.peers = Peers(ranks_per_node=ranks)
         self.called: list[Callable[[], None]] = []
         self.call = self.called.append

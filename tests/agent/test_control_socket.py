@@ -9,15 +9,18 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ttprun.agent.node import control_socket
-from ttprun.agent.node.control_socket import ControlSocket
+from ttprun import recovery
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.launcher import control_socket
+from ttprun.agent.launcher.control_socket import ControlSocket, Requests
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import decode
-from ttprun.protocol.control_requests import Accepted, Rejected
+from ttprun.protocol.control_requests import Accepted, Rejected, SaveNow
 
 LIMIT_S = 60.0
 Ask = Callable[[bytes], Any]
@@ -187,3 +190,35 @@ def test_a_socket_that_is_closed_leaves_nothing(run: RunDirectory) -> None:
         ControlSocket(run, lambda request: {}, selector).close()
 
     assert not run.control_socket.exists()
+
+
+def requests_of(job: recovery.Job, **differing: Any) -> Requests:
+    config = SimpleNamespace(mindio=False)
+    node: Any = SimpleNamespace(
+        **{
+            "job": job,
+            "verdict": None,
+            "is_broken": False,
+            "config": config,
+            "peers": Peers(),
+        }
+        | differing
+    )
+    nobody: Any = None
+    return Requests(node, nobody, nobody)
+
+
+def test_who_asks_too_early_hears_who_is_not_ready() -> None:
+    job = recovery.new_job(recovery.Settings(world_size=2))
+
+    reported = requests_of(job).answer(SaveNow())
+
+    assert reported == Rejected("the hooks of ranks 0, 1 have not reported yet")
+
+
+def test_who_asks_when_nobody_decides_any_more_hears_so() -> None:
+    job = recovery.new_job(recovery.Settings(world_size=1))
+
+    reported = requests_of(job, is_broken=True).answer(SaveNow())
+
+    assert reported == Rejected("ttprun's supervisor has failed: the job runs as under torchrun")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.agent.nodes import node_of, part
 from ttprun import recovery
-from ttprun.agent.lead.conduct import Deadlines
+from ttprun.agent.lead.conduct import Coordinator, Deadlines
 from ttprun.protocol import patience
 from ttprun.protocol.from_rank import RankProtected
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted
+from ttprun.protocol.reason import Reason
+from ttprun.recovery import FailJob, FinishJob, RestartGroup
 from ttprun.recovery.job import Ending
 
 
@@ -117,3 +121,31 @@ def test_a_wait_that_takes_long_is_told_once_with_whom_it_is_for(
     assert line == (
         "still waiting for rank 0 to freeze, rank 1 to start, rank 2 to freeze (limit: 60 s without progress)"
     )
+
+
+@pytest.mark.parametrize(
+    ("orders", "verdict"),
+    [
+        (
+            (RestartGroup(Reason(text="a rank is lost")), FailJob(Reason(text="a gradient is NaN"), False)),
+            ("fail", "a gradient is NaN", False),
+        ),
+        (
+            (FailJob(Reason(text="a gradient is NaN"), False), RestartGroup(Reason(text="a rank is lost"))),
+            ("fail", "a gradient is NaN", False),
+        ),
+        ((FailJob(Reason(text="first"), True), FailJob(Reason(text="second"), False)), ("fail", "first", True)),
+        ((FinishJob(), FailJob(Reason(text="too late"), True)), ("done", "", True)),
+    ],
+    ids=["a restart that has not begun", "an end", "two ends", "all have finished"],
+)
+def test_only_the_end_of_the_job_overrules_a_verdict_and_only_a_restart(
+    tmp_path: Path, orders: tuple[Any, ...], verdict: tuple[str, str, bool]
+) -> None:
+    node = node_of(tmp_path)
+
+    for order in orders:
+        part(Coordinator, node).carry_out(order)
+
+    assert node.verdict is not None
+    assert (node.verdict.kind, node.verdict.reason, node.verdict.has_progress) == verdict

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 
+from ttprun.agent.base.verdict import FirstFailure, Verdict
 from ttprun.agent.launcher.elastic_agent import ReplacingAgent
-from ttprun.agent.node.verdict import FirstFailure, Verdict
 
 
 class FakeSupervisor:

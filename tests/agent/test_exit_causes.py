@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.agent.node.life_signs import Causes
+from ttprun.agent.base.life_signs import Causes
 from ttprun.tensors.memory import own_cgroup
 
 EVENTS = "low 0\nhigh 3\nmax 12\noom 1\noom_kill {kills}\noom_group_kill 0\n"

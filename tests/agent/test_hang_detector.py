@@ -19,14 +19,15 @@ import pytest
 
 from tests.agent.nodes import NothingFails
 from ttprun import recovery
+from ttprun.agent.base import stack_dumps
+from ttprun.agent.base.life_signs import state_of
+from ttprun.agent.base.verdict import FirstFailure
+from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.hang_detector import HangDetector
-from ttprun.agent.lead.row import Row
+from ttprun.agent.lead.lead import Row
 from ttprun.agent.node import process as process_module
-from ttprun.agent.node import stack_dumps
-from ttprun.agent.node.life_signs import state_of
-from ttprun.agent.node.own_states import OwnStates
+from ttprun.agent.node.eyes import NodeEyes
 from ttprun.agent.node.rank_processes import RankHandler
-from ttprun.agent.node.verdict import FirstFailure
 from ttprun.protocol.board import FIELDS, Board, Field
 from ttprun.protocol.from_rank import Broken, RankProtected
 from ttprun.protocol.rank_events import RankStarted
@@ -315,16 +316,20 @@ def test_py_spy_reports_the_stack_where_it_is_installed(
     assert (state_of(process.process.pid)[0] == "T") == is_stopped
 
 
-class FakeNode:
+class FakeNode(Agent):
     """As much of a node as is asked when a rank reports broken connections; keeps what becomes of it."""
 
     def __init__(self) -> None:
+        self._board = Board.create(2)[1]
         self.config = SimpleNamespace(hang_timeout_s="auto")
         self.domains = NothingFails()
         self.job = new_job(Settings(world_size=2))
         self.slots: list[Any] = []
         self.reported: list[Any] = []
+        self.forward: Any = None
         self.here: list[Any] = []
+        nothing: Any = SimpleNamespace(newest=lambda rank: None, stored=None, own_part=None)
+        self.eyes = NodeEyes(self, nothing)
 
     def log(self, event: str, **fields: Any) -> None:
         pass
@@ -335,7 +340,7 @@ class FakeNode:
 
 def hang_detector_of(node: Any, kind: type[HangDetector] = HangDetector) -> HangDetector:
     nobody: Any = None
-    return kind(node, nobody, OwnStates(node, nobody))
+    return kind(node, nobody)
 
 
 class BlindLookout(HangDetector):
@@ -392,7 +397,7 @@ def test_connections_that_break_by_a_ranks_end_are_no_fault_of_their_own(started
     ended = started("-c", "exit 9", entry="/bin/sh", is_python=False)
     os.waitid(os.P_PID, ended.proc.pid, os.WEXITED | os.WNOWAIT)
     node: Any = FakeNode()
-    node.here = [process_module.Process(0, 0, ended, record_fd=-1, pid=ended.proc.pid)]
+    node.slots = [Row(0, 0, node.forward, pid=ended.proc.pid)]
     reporter: Any = SimpleNamespace(rank=1, pid=11)
     broken = Broken(generation=0, reason="reset by peer", after_s=1.0, device_fault="")
 
@@ -406,7 +411,6 @@ class NodeThatGoesBack(FakeNode):
 
     def __init__(self, lost: Sequence[RankHandler], fresh: Sequence[RankHandler]) -> None:
         super().__init__()
-        self.board = Board.create(2)[1]
         self.first_failure = FirstFailure()
         self.here = [
             process_module.Process(rank, rank, handler, record_fd=-1, stack_fd=stack_dumps.create())
@@ -426,7 +430,7 @@ class NodeThatGoesBack(FakeNode):
     def process(self, rank: int) -> Any:
         return self.here[rank]
 
-    def board_row(self, slot: Row) -> list[int]:
+    def board_row(self, rank: int) -> list[int]:
         return [0] * len(FIELDS)
 
     def _sit(self, handlers: Sequence[RankHandler]) -> None:
@@ -516,7 +520,7 @@ def test_a_rank_in_a_call_of_its_own_is_named_once_with_that_line_and_nothing_is
     process = start(what)
     handler: Any = SimpleNamespace(proc=process.process)
     node: Any = NodeThatLooksAtStacks([handler, handler])
-    node.board = process.board
+    node._board = process.board
     node.here[0].stack_fd, node.slots[0].main_thread = process.stack_fd, process.main_thread
     stands = Observation(rank=0, pid=process.process.pid, boundary=7, meetings=0, doing=Doing.COMPUTING)
     waits = Observation(rank=1, pid=0, boundary=7, meetings=1, doing=Doing.WAITING)

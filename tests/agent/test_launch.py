@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.launcher.api import LaunchConfig
 
 from ttprun.agent.launcher import launch as module
+from ttprun.agent.launcher.launch import stores_on_loopback
 from ttprun.config import Config
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
@@ -82,3 +84,24 @@ def test_a_rendezvous_store_that_cannot_be_reached_is_one_line_and_no_traceback(
     assert code == 143, "it may be started again: the script has not failed"
     assert last.startswith("ttprun: the job has ended: the agents cannot meet: ")
     assert last.endswith("has failed: the client socket has timed out")
+
+
+LISTENS = "0A"
+
+
+def listening_on(port: int) -> set[str]:
+    """Addresses, as the kernel writes them."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    ends = [row[1].split(":") for row in rows if row[3] == LISTENS]
+    return {address for address, found in ends if int(found, 16) == port}
+
+
+def test_a_store_of_one_node_listens_on_loopback_alone() -> None:
+    with stores_on_loopback():
+        store = dist.TCPStore("localhost", 0, is_master=True, multi_tenant=True)
+        store.set("key", "value")
+        client = dist.TCPStore("localhost", store.port, is_master=False)
+
+    assert listening_on(store.port) == {"0100007F"}
+    assert client.get("key") == b"value"
+    assert isinstance(store, dist.TCPStore)

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from tests.agent.nodes import node_of, part
 from ttprun import recovery
-from ttprun.agent.between.peers import Peers
-from ttprun.agent.between.roles import Leading
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.base.verdict import Failure
+from ttprun.agent.launcher.group import Group
 from ttprun.agent.lead.leader import Leader
-from ttprun.agent.node.verdict import Failure
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.from_rank import RankFrozen
@@ -36,6 +36,8 @@ class FakePeers:
         self.pools = {number: meeting.Where() for number in range(2)}
         self.listeners: dict[int, meeting.Where] = {}
         self.happened: list[Any] = []
+
+    is_follower = False
 
     def is_connected(self, node: int) -> bool:
         return True
@@ -72,9 +74,11 @@ def test_who_is_a_replica_is_known_to_all_agents_as_soon_as_the_one_that_leads_k
     peers = FakePeers()
     node = SimpleNamespace(peers=peers, job=recovery.new_job(recovery.Settings(world_size=2)))
     reports = SimpleNamespace(checkpoints=SimpleNamespace(why_never=""))
-    role = part(Leading, node, coordinator=FakeCoordinator(node), leader=part(Leader, node, reports=reports))
+    group: Any = SimpleNamespace(
+        _node=node, coordinator=FakeCoordinator(node), leader=part(Leader, node, reports=reports)
+    )
 
-    role.advance(recovery.RanksCompared(at_s=1.0, replicas=Replicas(compared_at=4)))
+    Group._advance(group, recovery.RanksCompared(at_s=1.0, replicas=Replicas(compared_at=4)))
 
     (known,) = [one for one in peers.happened if isinstance(one, Known)]
     assert known.compared_at == 4
@@ -86,8 +90,8 @@ def test_an_exit_is_logged_and_decided_on_in_the_same_way_on_whichever_node_it_w
     node = node_of(tmp_path, advance=events.append)
     node.begin_group([(0, 0)], Peers(0, "127.0.0.1", 1, {}, {0: "a", 1: "b"}, 2))
     node.log = lambda event, **fields: logged.append({"event": event, **fields})  # type: ignore[method-assign]
-    kept = SimpleNamespace(reached=lambda slot, boundary: boundary + 1, report_what_is_left=lambda slot: None)
-    leader = part(Leader, node, own_states=kept)
+    node.reached = lambda rank, recorded: recorded + 1  # type: ignore[method-assign]
+    leader = part(Leader, node)
     leader.report(1, RankStarted(at_s=0.0, rank=1, pid=101))
     node.slots[0].pid, node.slots[0].is_lost = 100, True  # as its watch has seen
     events.clear()

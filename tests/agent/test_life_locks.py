@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.agent.node import life_signs
+from ttprun.agent.base import life_signs
 from ttprun.protocol.board import Board
 
 LIMIT_S = 60.0

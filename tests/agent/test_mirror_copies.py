@@ -30,7 +30,9 @@ def kept() -> Iterator[Kept]:
     slots = [Process(rank, 0, None, record_fd=-1) for rank in range(2)]
     board = Board.create(2)[1]
     peers = SimpleNamespace(size=2, address="127.0.0.1")
-    node: Any = SimpleNamespace(here=slots[1:], slots=slots, board=board, peers=peers, log=lambda event, **fields: None)
+    node: Any = SimpleNamespace(
+        here=slots[1:], world_size=2, board=board, peers=peers, log=lambda event, **fields: None
+    )
     copies = MirrorCopies(node, 4 * MIB)
     files = [os.memfd_create("fetched") for _ in range(SLOTS)]
     yield copies, board, files

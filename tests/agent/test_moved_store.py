@@ -11,9 +11,9 @@ import pytest
 
 from tests.agent.test_spare_pool import LIMIT_S, Lead
 from tests.nodes import free_port
+from ttprun.agent.base.spare_pool import RendezvousKeys, read_where, write_where
 from ttprun.agent.between import latecomers
 from ttprun.agent.between.latecomers import JobFinder, MovedStore
-from ttprun.agent.between.spare_pool import RendezvousKeys, read_where, write_where
 from ttprun.protocol import meeting
 
 LOST = "127.0.0.9"  # nobody listens there

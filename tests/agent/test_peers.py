@@ -9,7 +9,7 @@ from itertools import cycle, repeat
 
 import pytest
 
-from ttprun.agent.between.peers import SILENT_LIMIT_S, Peers, unpacked
+from ttprun.agent.base.peers import SILENT_LIMIT_S, Peers, unpacked
 from ttprun.protocol import meeting, node_messages, patience, to_rank
 from ttprun.protocol.board import SHARED
 from ttprun.protocol.channel import KNOWN, Channel

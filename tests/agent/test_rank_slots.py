@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.agent.nodes import node_of, part
 from tests.agent.starting import wait_until_ready
-from ttprun.agent.node.node import Node
+from ttprun.agent.between.agent import Agent
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
@@ -74,7 +74,7 @@ class Welcomed:
         self.pids.append(slot.pid)
 
 
-def actuator_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> NodeAgent:
+def actuator_of(node: Agent, standbys: Standbys, welcomed: Welcomed) -> NodeAgent:
     return part(NodeAgent, node, standbys=standbys, watch=welcomed, replace_handler=lambda local_rank, handler: None)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.agent.nodes import Store
+from ttprun.agent.base.peers import Peers
 from ttprun.agent.between import rendezvous
-from ttprun.agent.between.peers import Peers
 from ttprun.agent.between.rendezvous import NotMetError, Place, meet, own_address
 from ttprun.errors import ConfigError
 from ttprun.protocol import process_orders

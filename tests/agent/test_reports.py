@@ -14,15 +14,13 @@ import pytest
 
 from tests.agent.nodes import NothingFails, part
 from ttprun import recovery
+from ttprun.agent.base.peers import Peers
 from ttprun.agent.between.follower import Follower
-from ttprun.agent.between.peers import Peers
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.incidents import Protection, grouped
+from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.repairs import Replays
 from ttprun.agent.lead.reports import _ROWS, Reports
-from ttprun.agent.lead.row import Row
-from ttprun.agent.lead.wire import Wire
-from ttprun.agent.node.node import Node
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_topology
@@ -36,12 +34,6 @@ from ttprun.protocol.reason import Reason
 from ttprun.recovery.replicas import Replicas
 
 N_RANKS = 3
-NO_MIRRORS = SimpleNamespace(
-    why_off="it is switched off",
-    share_out=lambda weights: False,
-    order_for=lambda slot: None,
-    is_on_next_node=False,
-)
 SCRIPT_ERROR = from_rank.ScriptError("no file", traceback="no file caf\udce9\n", detail="", device_fault="")
 
 
@@ -59,19 +51,35 @@ class FakeHandler:
         self.reported.append(message)
 
 
-class FakeNode:
+class Own:
+    """Passes on what ranks report to each other, and carries out nothing else."""
+
+    def __init__(self, node: FakeNode) -> None:
+        self._node = node
+
+    def carry_out(self, order: Any) -> None:
+        for rank, put in order.puts if isinstance(order, node_messages.Broadcast) else ():
+            for slot in self._node.slots:
+                if slot.rank != rank:
+                    slot.send_if_present(put)
+
+    def forward(self, rank: int, pid: int, message: Any) -> None: ...
+
+
+class FakeNode(Lead):
     """Three ranks that train, as the state machine sees them."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder)
         self.domains = NothingFails()
-        self.board = Board.create(N_RANKS)[1]
+        self._board = Board.create(N_RANKS)[1]
         self.peers = Peers(ranks_per_node=N_RANKS)
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]
         self.slots = [Row(rank, rank, self.forward) for rank in range(N_RANKS)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
-        self.here = self._known = self.slots
-        self.config = SimpleNamespace(snapshot_every="auto", buddy="off")
+        self.here = self.slots
+        self.config = SimpleNamespace(snapshot_every="auto", buddy="off", mindio=False)
+        self.rungs = frozenset(("replace",))
         for slot in self.slots:
             slot.pid, slot.is_present = 100 + slot.rank, True
             self.advance(RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
@@ -80,15 +88,9 @@ class FakeNode:
     def forward(self, rank: int, pid: int, message: Any) -> None:
         self.handlers[rank].channel.send(message)
 
-    def is_here(self, rank: int) -> bool:
-        return True
-
-    def void_beyond(self, boundary: int) -> None:
-        Node.void_beyond(self, boundary)  # type: ignore[arg-type]
-
     def wire(self) -> Wire:
         """Those of all nodes; this one's starts no process, and ends none."""
-        return Wire(self, part(NodeAgent, self))  # type: ignore[arg-type]
+        return Wire(self, Own(self))  # type: ignore[arg-type]
 
     def advance(self, event: Event) -> None:
         self.job, _ = recovery.advance(self.job, event)
@@ -112,8 +114,8 @@ def reports(node: FakeNode) -> Reports:
     """Its ranks have held the same weights at boundary 1."""
     nobody: Any = None
     times: Any = SimpleNamespace(is_off=True, most_lost="at most some 2 s of work")
-    comparisons = Comparisons(node, node.wire(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
-    parts = {"comparisons": comparisons, "injections": NoFaults(), "protection": Protection(node, nobody, set())}  # type: ignore[arg-type]
+    comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
+    parts = {"comparisons": comparisons, "injections": NoFaults(), "protection": Protection(node, set())}  # type: ignore[arg-type]
     found = part(Reports, node, wire=node.wire(), **parts)
     hold(found, node, 1, "aaa")
     for handler in node.handlers:
@@ -179,7 +181,7 @@ def test_of_the_process_groups_of_ranks_that_have_ended_nothing_is_left_when_oth
     assert compare([from_rank.Group("dp", [1, 2])]) == {"dp0": (1, 2)}
 
     nobody: Any = None
-    reports.comparisons = Comparisons(node, node.wire(), nobody, nobody, NO_MIRRORS)  # type: ignore[arg-type]
+    reports.comparisons = Comparisons(node, node.wire(), nobody, nobody)  # type: ignore[arg-type]
 
     assert compare([]) == {}
 
@@ -303,7 +305,7 @@ def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_
     node: FakeNode,
 ) -> None:
     put = from_rank.Put(0, "port 1", b"4711")
-    follower = part(Follower, node, agent=part(NodeAgent, node))
+    follower = part(Follower, node, orders=part(NodeAgent, node))
 
     follower.take_order(node_messages.Broadcast([(1, put)]))
 
@@ -378,7 +380,7 @@ def test_before_the_first_snapshot_the_console_says_what_really_happens_to_a_ran
     if rungs is not None:
         node.job = replace(node.job, settings=replace(node.job.settings, rungs=frozenset(rungs)))
     times: Any = SimpleNamespace(is_off=is_off, why_off="", take_one_at_once=lambda: None)
-    comparisons = Comparisons(node, node.wire(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
+    comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
 
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
 
@@ -407,8 +409,8 @@ def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_onl
 ) -> None:
     nobody: Any = None
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
-    mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | {"why_off": "", "share_out": lambda weights: True})
-    comparisons = Comparisons(node, node.wire(), times, nobody, mirrors)  # type: ignore[arg-type]
+    node.config.buddy = "on"
+    comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
     reports = [(0, MIRRORED), (1, MIRRORED), (2, MIRRORED), (2, MIRRORED), (1, SLOW)]
 
@@ -432,9 +434,8 @@ def test_with_the_next_node_there_a_lost_node_takes_only_mirrors_with_it_that_fo
     nobody: Any = None
     node.peers = Peers(ranks_per_node=1, size=3, links={1: nobody, 2: nobody}, names={2: "10.0.0.3"})
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
-    on_next = {"why_off": "", "share_out": lambda weights: True, "is_on_next_node": True}
-    mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | on_next)
-    comparisons = Comparisons(node, node.wire(), times, nobody, mirrors)  # type: ignore[arg-type]
+    node.config.buddy = "node"
+    comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
     for slot in node.slots:
         comparisons.note_mirrored(slot, MIRRORED)
@@ -463,8 +464,8 @@ def test_on_several_nodes_the_console_says_whether_a_lost_node_takes_the_mirrors
     nobody: Any = None
     node.peers = Peers(ranks_per_node=1, size=3)
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
-    mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | {"why_off": "", "is_on_next_node": is_on_next_node})
-    comparisons = Comparisons(node, node.wire(), times, nobody, mirrors)  # type: ignore[arg-type]
+    node.config.buddy = "node" if is_on_next_node else "on"
+    comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
 
     for slot in node.slots:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.capture.records import record_of
-from ttprun.agent.launcher.resume import Resumption, check_records
-from ttprun.agent.node.stored_states import Stored
+from ttprun.agent.base.stored_states import Stored
+from ttprun.agent.lead.resume import Resumption, check_records
 from ttprun.capture.records.boundary_record import LoopRecord
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.records.packing import pack

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ttprun.agent.node import stored_states
+from ttprun.agent.base import stored_states
 
 MIB = 1 << 20
 

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +15,19 @@ import pytest
 from msgspec.structs import replace
 
 from ttprun import recovery
+from ttprun.agent.base import stored_states
+from ttprun.agent.base.stored_states import path_of
 from ttprun.agent.lead import schedules
 from ttprun.agent.lead import snapshots as module
+from ttprun.agent.lead.checkpoints import SnapshotBuffer
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.lead.snapshots import Snapshots
-from ttprun.agent.node import stored_states
-from ttprun.agent.node.stored_states import SnapshotBuffer, path_of
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
+from ttprun.state.cost_limits import parse_interval
 from ttprun.tensors.memory import Memory
 from ttprun.tensors.shares import version_of
 
@@ -74,7 +77,7 @@ class FakeNode:
     """What the decisions look at and bring about: a job that runs, a board, and the events that are logged."""
 
     def __init__(self, every: str) -> None:
-        self.config = SimpleNamespace(snapshot_every=every)
+        self.interval = parse_interval(every)
         self.job: Any = SimpleNamespace(
             phase=recovery.JobPhase.RUNNING,
             unprotected_reason=Reason(),
@@ -111,7 +114,8 @@ class Job:
         self.node = FakeNode(every)
         self.comparisons, self.checkpoints = FakeComparisons(), FakeCheckpoints()
         self.times = SnapshotTimes(self.node)  # type: ignore[arg-type]
-        buffers = stored_states.new_buffers(RANKS)
+        new = partial(stored_states.new_memory, "snapshot", RANKS)
+        buffers = [SnapshotBuffer(new(), new()) for _ in range(2)]
         self.snapshots = Snapshots(self.node, self.times, self.comparisons, self.checkpoints, buffers)  # type: ignore[arg-type]
 
     @property
@@ -365,7 +369,7 @@ def test_what_each_rank_holds_for_itself_is_in_its_own_share(job: Callable[[str]
 
     assert one.snapshots.newest is not None
     stored = one.snapshots.newest.as_stored()
-    assert stored.replicas.differing == {"w": (0, 1)}
+    assert stored.owners == {"w": (0, 1)}
     assert (stored.header_of(0), stored.header_of(1)) == ([], ["its own"])
 
 

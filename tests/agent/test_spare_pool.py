@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.agent.nodes import Store
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.base.spare_pool import Listener, RendezvousKeys, SparePool, read_where, write_where
 from ttprun.agent.between import rendezvous
 from ttprun.agent.between.latecomers import LOST, Taken, wait_for_slots
-from ttprun.agent.between.peers import Peers
-from ttprun.agent.between.spare_pool import Listener, RendezvousKeys, SparePool, read_where, write_where
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
+from ttprun.agent.lead.lead import Wire
 from ttprun.agent.lead.membership import Spares
-from ttprun.agent.lead.wire import Wire
 from ttprun.protocol import node_messages, process_orders
 from ttprun.protocol.process_orders import SpawnRank
 from ttprun.protocol.rank_events import Event, SpawnFailed

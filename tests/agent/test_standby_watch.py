@@ -37,7 +37,7 @@ class Ranks:
         slot = SimpleNamespace(rank=0, is_protected=True, import_s=4.0, handler=SimpleNamespace(start={"env": {}}))
         self.slots = self.here = [slot, slot]
         self.peers = SimpleNamespace(node=0)
-        self.job: Any = SimpleNamespace(incident=None)
+        self.is_in_incident = False
         self.standbys = FakeStandbys()
         self.watch = StandbyWatch(self, self.standbys)  # type: ignore[arg-type]
 
@@ -58,7 +58,7 @@ def test_standbys_are_started_after_the_first_step_and_not_in_an_incident_before
 
 
 def test_standbys_that_come_due_in_an_incident_are_started_after_it(ranks: Ranks) -> None:
-    ranks.job.incident = "one"
+    ranks.is_in_incident = True
     ranks.watch.start()
     in_incident = ranks.standbys.refills
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.between.peers import Peers
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.between.agent import Agent
+from ttprun.agent.launcher.status_publisher import LEAST_LOOKS, MOST_LOOKS, BusyShares, StatusPublisher, protection_of
 from ttprun.agent.lead.incidents import Incidents
-from ttprun.agent.lead.status_publisher import StatusPublisher, protection_of
-from ttprun.agent.node.node import Node
 from ttprun.agent.node.standbys import Standbys
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status
 from ttprun.protocol import node_messages
-from ttprun.protocol.board import Field
+from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.members import RankState
 from ttprun.recovery.phases import open_incident
@@ -36,7 +36,7 @@ def publishing(tmp_path: Path) -> tuple[RunDirectory, StatusPublisher, recovery.
     """A run of one rank that is lost: its folder, publisher, and incident, which is not in its list yet."""
     run = RunDirectory.create("r1", tmp_path / "run")
     job = open_incident(recovery.new_job(recovery.Settings(world_size=1)), 10.0, "signal 9", "rank 0 was ended", 0.0)
-    node = Node(Config(), run, True, job)
+    node = Agent(Config(), run, True, job)
     incidents = Incidents(node)
     assert job.incident is not None
     return run, StatusPublisher(node, incidents, *PARTS), job.incident, incidents
@@ -97,7 +97,7 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
     run = RunDirectory.create("r1", tmp_path / "run")
     sharded = Replicas(compared_at=1, shards={"w": (0, 1)}, mirrored=frozenset((0, 1)))
     job = replace(recovery.new_job(recovery.Settings(world_size=2)), replicas=sharded)
-    node = Node(Config(), run, True, job)
+    node = Agent(Config(), run, True, job)
     node.begin_group([(0, 0), (1, 1)])
     for slot in node.slots:
         slot.protect()
@@ -118,7 +118,7 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
 def test_a_run_that_has_lost_its_protection_since_the_last_status_says_so_at_its_end(tmp_path: Path) -> None:
     run = RunDirectory.create("r1", tmp_path / "run")
     job = recovery.new_job(recovery.Settings(world_size=2))
-    node = Node(Config(), run, True, job)
+    node = Agent(Config(), run, True, job)
     node.begin_group([(0, 0), (1, 1)])
     publisher = StatusPublisher(node, Incidents(node), *PARTS)
     publisher.publish()
@@ -132,7 +132,7 @@ def test_a_run_that_has_lost_its_protection_since_the_last_status_says_so_at_its
 
 def test_nothing_is_promised_before_the_ranks_have_been_started(tmp_path: Path) -> None:
     run = RunDirectory.create("r1", tmp_path / "run")
-    node = Node(Config(), run, True, recovery.new_job(recovery.Settings(world_size=2)))
+    node = Agent(Config(), run, True, recovery.new_job(recovery.Settings(world_size=2)))
 
     StatusPublisher(node, Incidents(node), *PARTS).publish()
 
@@ -143,7 +143,7 @@ def test_nothing_is_promised_before_the_ranks_have_been_started(tmp_path: Path) 
 def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_are_now(tmp_path: Path) -> None:
     run = RunDirectory.create("r1", tmp_path / "run")
     job = recovery.new_job(recovery.Settings(world_size=2))
-    node = Node(Config(), run, True, job)
+    node = Agent(Config(), run, True, job)
     node.begin_group([(1, 0)], Peers(1, "10.0.0.2", 1, {}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2))
     publisher = StatusPublisher(node, Incidents(node), *PARTS)
     ranks = (RankStatus(0, 0, 71, "running", 9, node=0), RankStatus(1, 0, 72, "running", 8, node=1))
@@ -202,3 +202,37 @@ def test_what_cannot_be_restored_is_said_once_on_the_console_and_is_named_with_e
     assert caplog.text.count("lines cannot be recorded") == 1
     assert "If a rank is lost before the first loss of its step, it is not replaced" in caplog.text
     run.release()
+
+
+def test_the_rank_that_is_seen_at_work_most_often_has_the_highest_share() -> None:
+    shares = BusyShares()
+
+    for look in range(LEAST_LOOKS):
+        shares.note(0, Phase.COMPUTING)
+        shares.note(1, Phase.COMPUTING if look % 2 else Phase.COMMITTING)
+        shares.note(2, Phase.WAITING)
+
+    assert [shares.share(rank) for rank in range(3)] == [1.0, 0.5, 0.0]
+
+
+def test_nothing_is_said_of_a_rank_before_it_was_seen_often_enough() -> None:
+    shares = BusyShares()
+
+    for _ in range(LEAST_LOOKS - 1):
+        shares.note(0, Phase.COMPUTING)
+
+    assert shares.share(0) is None
+    assert shares.share(1) is None
+
+
+def test_a_rank_that_becomes_slow_is_seen_though_it_was_quick_for_long() -> None:
+    shares = BusyShares()
+
+    for _ in range(100 * MOST_LOOKS):
+        shares.note(0, Phase.WAITING)
+    for _ in range(MOST_LOOKS):
+        shares.note(0, Phase.COMPUTING)
+
+    share = shares.share(0)
+    assert share is not None
+    assert share > 0.6

@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from tests.state.making import DESCRIPTION, locked
-from ttprun.agent.node.stored_states import STATE_FILE, open_checkpoint
+from ttprun.agent.base.stored_states import STATE_FILE, open_checkpoint
 from ttprun.state.checkpoint import inspect
 from ttprun.state.files import InvalidCheckpointError
 
@@ -29,7 +29,7 @@ def test_what_all_ranks_share_is_read(tmp_path: Path) -> None:
     assert stored.arguments == ("train.py",)
     assert stored.header_of(0) == [["weight", "F32"]]
     assert stored.header_of(1) == []
-    assert stored.replicas.differing == {"weight": (0, 1)}
+    assert stored.owners == {"weight": (0, 1)}
 
 
 @pytest.mark.parametrize("wrong", [{"owners": {"weight": 7}}, {"headers": [1]}, {"names": 3}, {"arguments": [None]}])

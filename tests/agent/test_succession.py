@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.base.spare_pool import Listener, SparePool
 from ttprun.agent.between import rendezvous, succession
-from ttprun.agent.between.peers import Peers
-from ttprun.agent.between.spare_pool import Listener, SparePool
 from ttprun.agent.between.succession import Succession
 from ttprun.protocol import meeting
 
@@ -37,7 +37,7 @@ class Follower:
         )
         follower: Any = SimpleNamespace(give_up=lambda reason: self.became.append(reason))
         nothing: Any = None
-        self.succession = Succession(node, nothing, follower, nothing, nothing, nothing, lambda: None)
+        self.succession = Succession(node, nothing, follower, nothing, nothing, lambda: None)
         self.succession._lead = lambda: self.became.append("leader")  # type: ignore[method-assign]
 
     def wait(self, until_s: float = LIMIT_S) -> list[str]:

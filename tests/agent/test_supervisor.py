@@ -19,15 +19,15 @@ import pytest
 
 from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun import recovery
-from ttprun.agent.between.peers import Peers
-from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.base import stack_dumps
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.base.stored_states import Stored
+from ttprun.agent.launcher.group import Group, NewGroup
+from ttprun.agent.launcher.supervisor import Supervisor
 from ttprun.agent.lead.membership import Elasticity
-from ttprun.agent.node import process, stack_dumps
-from ttprun.agent.node.group import Group
+from ttprun.agent.lead.resume import Resumption
+from ttprun.agent.node import process
 from ttprun.agent.node.rank_processes import RankHandler
-from ttprun.agent.node.stored_states import Stored
-from ttprun.agent.node.supervisor import Supervisor
-from ttprun.agent.node.verdict import NewGroup
 from ttprun.config import Config
 from ttprun.observe.events import read_events
 from ttprun.observe.run_directory import RunDirectory
@@ -339,8 +339,8 @@ def test_an_exit_that_was_not_decided_as_the_supervisor_failed_is_decided_by_the
     supervisor: Supervisor, started: Callable[..., RankHandler]
 ) -> None:
     begin(supervisor, [started("-c", f"exit {code}", entry="/bin/sh", is_python=False) for code in (3, 0)])
-    own_states, lost = supervisor.group.watch._own_states, []
-    report = own_states.report_what_is_left
+    node, lost = supervisor.node, []
+    report = node.report_what_is_left
 
     def break_once(rank: int) -> None:
         if not lost:
@@ -348,7 +348,7 @@ def test_an_exit_that_was_not_decided_as_the_supervisor_failed_is_decided_by_the
             raise RuntimeError("broken on purpose")
         report(rank)
 
-    own_states.report_what_is_left = break_once  # type: ignore[method-assign]
+    node.report_what_is_left = break_once  # type: ignore[method-assign]
 
     assert verdict_of(supervisor) is not None
     assert supervisor.node.job.members[0].pid is None
@@ -359,7 +359,7 @@ def test_of_the_parts_of_older_groups_nothing_is_left_when_ranks_are_started_aga
     make: Callable[..., Supervisor],
 ) -> None:
     supervisor, groups = make(), list[list[weakref.ref[Any]]]()
-    node, outlive = supervisor.node, [supervisor.node, *vars(supervisor.run).values()]
+    node, outlive = supervisor.node, [supervisor.node, supervisor.run, *vars(supervisor.run).values()]
 
     for _ in range(20):
         begin_group(supervisor, 0, 1)
@@ -382,7 +382,7 @@ def test_the_agent_of_a_node_keeps_as_much_memory_open_in_a_job_of_many_nodes_as
 
     def begin(nodes: int) -> int:
         names = {number: f"10.0.0.{number}" for number in range(nodes)}
-        supervisor.node.take_job(recovery.with_size(supervisor.node.job, nodes))
+        supervisor.node.job = recovery.with_size(supervisor.node.job, nodes)
         supervisor._begin_group(NewGroup([(0, 0)], lambda *_: None), Peers(0, "10.0.0.0", 1, {}, names, nodes))
         files = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
         return sum(os.path.lexists(path) and os.readlink(path).startswith("/memfd:ttprun") for path in files)

@@ -14,9 +14,10 @@ from tests.agent.frozen import Freezer
 from tests.agent.starting import LIMIT_S, wait_for_end
 from tests.agent.test_supervisor import begin, comes_around, make, supervisor, verdict_of  # noqa: F401 - fixtures
 from ttprun import recovery
-from ttprun.agent.node import process_watch, stack_dumps
+from ttprun.agent.base import stack_dumps
+from ttprun.agent.launcher.supervisor import Supervisor
+from ttprun.agent.node import process_watch
 from ttprun.agent.node.rank_processes import RankHandler
-from ttprun.agent.node.supervisor import Supervisor
 from ttprun.protocol import process_orders
 
 NOT_IN_TIME_S = 100 * LIMIT_S  # a wait of the loop for this would be seen: it does not come around

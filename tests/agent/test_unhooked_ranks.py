@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from ttprun.agent.node.rank_processes import SHIM, StandbyHandler
 from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.node_messages import Said
-from ttprun.recovery import JobPhase
 
 HOLD = """
 import mmap, os, socket, subprocess, sys
@@ -40,7 +38,7 @@ class FakeNode:
     """One slot, of which is noted what is reported."""
 
     is_python = True
-    job = SimpleNamespace(phase=JobPhase.RUNNING)
+    is_running = True
 
     def __init__(self, slot: Process) -> None:
         self.slots = self.here = [slot]

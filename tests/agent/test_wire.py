@@ -10,10 +10,9 @@ import pytest
 from tests.agent.encoded import EncodedWire
 from tests.agent.test_supervisor import make  # noqa: F401 - a fixture
 from ttprun import recovery
-from ttprun.agent.between.peers import Peers
-from ttprun.agent.node.group import Group
-from ttprun.agent.node.supervisor import Supervisor
-from ttprun.agent.node.verdict import NewGroup
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.launcher.group import Group, NewGroup
+from ttprun.agent.launcher.supervisor import Supervisor
 from ttprun.protocol import from_rank, node_messages
 from ttprun.protocol.rank_events import RankExited, RankStarted
 
@@ -57,7 +56,7 @@ class Job:
     def __init__(self, supervisor: Supervisor, nodes: int) -> None:
         self.orders: list[Any] = []
         self.node = supervisor.node
-        self.node.take_job(recovery.with_size(self.node.job, RANKS))
+        self.node.job = recovery.with_size(self.node.job, RANKS)
         first = range(RANKS // nodes)
         supervisor._begin_group(NewGroup([(rank, rank) for rank in first], lambda *_: None), Noted(nodes, self.orders))
         self.group: Group = supervisor.group
@@ -112,7 +111,7 @@ def repaired(make: Callable[..., Supervisor]) -> Callable[[int, int], tuple[list
 
     def repair(nodes: int, lost: int) -> tuple[list[str], str]:
         def work() -> tuple[list[str], str]:
-            supervisor.node.take_job(recovery.new_job(supervisor.node.job.settings))
+            supervisor.node.job = recovery.new_job(supervisor.node.job.settings)
             return Job(supervisor, nodes).lose_and_repair(lost), str(supervisor.node.job.phase)
 
         return supervisor._on_thread(work)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ttprun import recovery
+from ttprun.agent.launcher import supervisor
 from ttprun.agent.lead.conduct import Coordinator
-from ttprun.agent.node import supervisor
 from ttprun.cli.main import program
 from ttprun.protocol.process_orders import Action
 
@@ -49,8 +49,8 @@ def break_orders(names: list[str]) -> None:
 NODES: list[Any] = []
 
 
-class Noted(supervisor.Node):
-    """A node that parts without one find."""
+class Noted(supervisor.Agent):
+    """An agent that parts without a node find."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -58,7 +58,7 @@ class Noted(supervisor.Node):
 
 
 if __name__ == "__main__":
-    supervisor.Node = Noted  # type: ignore[misc]
+    supervisor.Agent = Noted  # type: ignore[misc]
     words = os.environ["BREAKS"].split(",")
     break_orders([word for word in words if ":" not in word])
     for word in words:

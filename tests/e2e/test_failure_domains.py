@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e import harness
 from tests.e2e.harness import PLAIN, REPOSITORY, Launch, Undisturbed, assert_only_replaced, assert_same_outcome
-from ttprun.agent.node.loop import MEANWHILE
+from ttprun.agent.base.loop import MEANWHILE
 
 FAULT = "kill:rank=1,step=10,phase=backward"
 # What raises in every phase of the recovery in which it is called, and the part whose failure that is.
@@ -23,10 +23,10 @@ PARTS = {
     "ttprun.agent.lead.hang_detector:HangDetector._look": "hang detection",
     "ttprun.agent.node.unhooked_ranks:UnhookedRanks.look": "search for ranks without hooks",
     "ttprun.agent.lead.incidents:Incidents.note_compared": "incident notes",
-    "ttprun.agent.lead.status_publisher:StatusPublisher.publish": "status",
-    "ttprun.agent.node.control_socket:ControlSocket.pass_time": "commands",
+    "ttprun.agent.launcher.status_publisher:StatusPublisher.publish": "status",
+    "ttprun.agent.launcher.control_socket:ControlSocket.pass_time": "commands",
     "ttprun.chaos.injections:Injections.pass_time": "fault injection",
-    "ttprun.agent.node.loop:FileReserve.look": "file reserve",
+    "ttprun.agent.base.loop:FileReserve.look": "file reserve",
 }
 
 

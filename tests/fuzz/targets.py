@@ -26,12 +26,12 @@ from tests.agent.nodes import node_of, part
 from tests.capture.records import record_of
 from tests.state.making import DESCRIPTION, locked
 from ttprun import recovery
+from ttprun.agent.base.spare_pool import Listener
+from ttprun.agent.base.stored_states import open_checkpoint
 from ttprun.agent.between.follower import Follower
 from ttprun.agent.between.rendezvous import KNOWN as OF_NODES
-from ttprun.agent.between.spare_pool import Listener
+from ttprun.agent.launcher.control_socket import ControlSocket, _Client
 from ttprun.agent.lead.leader import Leader
-from ttprun.agent.node.control_socket import ControlSocket, _Client
-from ttprun.agent.node.stored_states import open_checkpoint
 from ttprun.capture.records.packing import MalformedRecordError
 from ttprun.capture.records.recorder import HEADER_BYTES, Recorder, records_up_to
 from ttprun.capture.values import pack
@@ -188,7 +188,6 @@ def open_leader(stack: ExitStack) -> Feed:
         spares=SimpleNamespace(take_records=lambda records: None),
         membership=SimpleNamespace(leave=lambda number, reason: None),
         quiesce_schedule=SimpleNamespace(ask=lambda order, is_end: None),
-        own_states=SimpleNamespace(reached=lambda slot, boundary: boundary),
     )
 
     def feed(line: bytes) -> None:

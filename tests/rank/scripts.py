@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
-from ttprun.agent.node import stack_dumps
+from ttprun.agent.base import stack_dumps
 from ttprun.agent.node.rank_processes import rank_environment
 from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import channel

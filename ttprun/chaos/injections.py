@@ -24,8 +24,8 @@ from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
-    from ttprun.agent.lead.row import Row
-    from ttprun.agent.node.node import Node
+    from ttprun.agent.between.agent import Agent
+    from ttprun.agent.lead.lead import Row
     from ttprun.agent.node.process import Process
     from ttprun.agent.node.standbys import Standbys
 from ttprun.chaos.faults import PlannedStrike, strikes
@@ -58,7 +58,7 @@ class FaultSchedule:
 class Injections:
     """Carries out the orders for the ranks of a node."""
 
-    def __init__(self, node: Node, standbys: Standbys) -> None:
+    def __init__(self, node: Agent, standbys: Standbys) -> None:
         self._node = node
         self._standbys = standbys
         self._from_config = [parse_fault(text) for text in node.config.faults]
@@ -278,7 +278,7 @@ class Injections:
             pid=None if slot is None else slot.pid,
             fault=str(fault),
             kind=fault.kind,
-            generation=self._node.job.generation,
+            generation=self._node.generation,
             detail=detail,
             **fields,
         )

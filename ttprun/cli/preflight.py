@@ -395,7 +395,7 @@ def _checkpoints(config: Config) -> str:
         return "in the run directory; without --save-dir another run does not find them"
     if config.resume != "auto":
         return f"{config.save_dir}; --resume {config.resume}"
-    from ttprun.agent.launcher.resume import ENDED_NAME
+    from ttprun.agent.lead.resume import ENDED_NAME
 
     place = Path(os.path.expanduser(config.save_dir))
     valid = [saved for saved in CheckpointStore(place).checkpoints() if saved.is_valid] if place.is_dir() else []

@@ -28,7 +28,7 @@ from torch.distributed.run import config_from_args, parse_min_max_nnodes
 from ttprun import torch_versions
 from ttprun.agent.launcher.launch import ADDRESS, ONE_NODE_ENDPOINT
 from ttprun.agent.launcher.outcome import Outcomes
-from ttprun.agent.lead.status_publisher import write_last_status
+from ttprun.agent.launcher.status_publisher import write_last_status
 from ttprun.cli import programs
 from ttprun.cli.command_line import (
     SCRIPT,

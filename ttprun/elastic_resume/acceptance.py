@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ttprun.agent.node.stored_states import Origin, Stored
+from ttprun.agent.base.stored_states import Origin, Stored
 from ttprun.capture.data.rest_of_epoch import CannotDistributeError, rest_of
 from ttprun.capture.records.boundary_record import BoundaryRecord, Record
 from ttprun.capture.records.nodes import ActivationNode

@@ -1,6 +1,6 @@
 """Requests of other commands to a running job by its control socket, sent with the run's token: one class per request.
 
-`agent/node/control_socket.py` answers them.
+`agent/launcher/control_socket.py` answers them.
 """
 
 from __future__ import annotations

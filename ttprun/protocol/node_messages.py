@@ -140,7 +140,7 @@ class PartStored(Message, frozen=True):
 class Records(Message, frozen=True):
     """What the next node keeps of a lost rank.
 
-    part     its records, packed (`agent/node/rank_records.py`); "" if there is no copy
+    part     its records, packed (`agent/node/state_copies.py`); "" if there is no copy
     mirror   where its mirror is to be fetched (`agent/node/mirrors.py`); port 0: nowhere
     """
 

@@ -32,7 +32,7 @@ from ttprun.protocol.board import Board, Field
 #
 # A dying process frees its memory before its exit is visible: tens of milliseconds for one with torch, seconds for a
 # big one. Before that the kernel marks the robust locks that a dying thread holds, and wakes their waiters, so the
-# agent knows at once (`agent/node/life_signs.py`). The lock is the C library's, in this rank's row of the board
+# agent knows at once (`agent/base/life_signs.py`). The lock is the C library's, in this rank's row of the board
 # (LIFE).
 
 

@@ -22,9 +22,9 @@ from typing import Any
 from msgspec.structs import asdict, replace
 from torch._C._distributed_c10d import TCPStore
 
-from ttprun.agent.between.peers import Peers, ready
+from ttprun.agent.base.peers import Peers, ready
+from ttprun.agent.base.spare_pool import Listener, RendezvousKeys, SparePool, keep_alive, read_where, write_where
 from ttprun.agent.between.rendezvous import KNOWN, address_for_ranks
-from ttprun.agent.between.spare_pool import Listener, RendezvousKeys, SparePool, keep_alive, read_where, write_where
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel

@@ -29,8 +29,8 @@ from typing import Any, get_args
 
 from msgspec import structs
 
-from ttprun.agent.between.peers import Peers, ready
-from ttprun.agent.between.spare_pool import Listener, SparePool, keep_alive
+from ttprun.agent.base.peers import Peers, ready
+from ttprun.agent.base.spare_pool import Listener, SparePool, keep_alive
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel

@@ -27,14 +27,12 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 
 from ttprun import recovery
-from ttprun.agent.between import follower
+from ttprun.agent.base.spare_pool import SparePool
+from ttprun.agent.between.agent import Agent
 from ttprun.agent.between.follower import Follower
 from ttprun.agent.between.rendezvous import KNOWN
-from ttprun.agent.between.role import Role
-from ttprun.agent.between.spare_pool import SparePool
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.leader import Leader
-from ttprun.agent.node.node import Node
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.agent.node.process import Process
 from ttprun.protocol import meeting, node_messages, process_orders
@@ -112,15 +110,13 @@ class _Heir:
 class Succession:
     """This agent's part in it.
 
-    leading   the role that it has then
     on_lead   called when this agent, which was a follower, has begun to lead
     """
 
-    node: Node
-    agent: NodeAgent
+    node: Agent
+    orders: NodeAgent
     follower: Follower
     leader: Leader
-    leading: Role
     comparisons: Comparisons
     on_lead: Callable[[], None]
     _lost: dict[int, str] = field(default_factory=dict, init=False)
@@ -151,7 +147,7 @@ class Succession:
             self.follower.give_up(f"{reason}: {why}", "restart")
             return
         for slot in node.here:
-            if slot.rank in self.agent.catching_up and not slot.is_lost:
+            if slot.rank in self.orders.catching_up and not slot.is_lost:
                 self._end_unfinished(slot)
         self._probe(number)
         self._follow_next()
@@ -177,9 +173,9 @@ class Succession:
     def _end_unfinished(self, slot: Process) -> None:
         """The process of a rank was being repaired: what it would be ordered to do next is lost."""
         why = "it had not caught up when the agent that led was lost"
-        self.agent.note(slot.rank, code=-9, reason=why)
-        self.agent.catching_up.discard(slot.rank)
-        self.agent.carry_out(process_orders.KillRank(slot.rank, why))
+        self.orders.note(slot.rank, code=-9, reason=why)
+        self.orders.catching_up.discard(slot.rank)
+        self.orders.carry_out(process_orders.KillRank(slot.rank, why))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers
@@ -216,13 +212,13 @@ class Succession:
     def _remains(self) -> node_messages.Remains:
         node = self.node
         ranks = [self._left(slot) for slot in node.here]
-        every = [follower.row_of(node, slot.rank) for slot in node.here]
-        return node_messages.Remains(node.job.generation, ranks, time.monotonic_ns(), every)
+        every = [node.row_of(slot.rank) for slot in node.here]
+        return node_messages.Remains(node.generation, ranks, time.monotonic_ns(), every)
 
     def _left(self, slot: Process) -> Legacy:
         """How a rank of this node stands."""
-        noted = self.agent.noted[slot.rank]
-        is_lost = slot.is_lost or self.agent.awaits_order(slot)
+        noted = self.orders.noted[slot.rank]
+        is_lost = slot.is_lost or self.orders.awaits_order(slot)
         return replace(
             noted,
             pid=slot.pid,
@@ -317,13 +313,13 @@ class Succession:
             for legacy in remains.ranks
         }
         for heir in heirs.values():
-            follower.copy_in(node, heir.remains.rows, heir.remains.now_ns)
+            node.copy_in(heir.remains.rows, heir.remains.now_ns)
         for slot in node.slots:
             slot.inherit(legacies.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
         known = self.follower.known or Known()
         gone = [Legacy(slot.rank, is_finished=slot.is_finished) for slot in node.slots if slot.rank not in legacies]
         generation = max(own.generation, *(heir.remains.generation for heir in heirs.values()), 0)
-        node.take_job(recovery.succeed(node.job.settings, (*legacies.values(), *gone), generation, known))
+        node.job = recovery.succeed(node.job.settings, (*legacies.values(), *gone), generation, known)
         self.comparisons.begin_resumed(node.job.replicas)
         node.served = store = TCPStore(peers.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
         master = f"{peers.address} {store.port}"
@@ -332,9 +328,7 @@ class Succession:
         peers.to_all(meeting.Master(master))
         node.log("leads", node=peers.node, generation=generation, followers=sorted(heirs))
         logger.warning("%s leads from now on", peers.name_of(peers.node))
-        node.take_role(self.leading)
         self.leader.reports.checkpoints.rule_out(known.why_no_checkpoints)
-        node.watch_peers()
         self.on_lead()
         assert peers.pool is not None
         self._let_in(peers.pool)

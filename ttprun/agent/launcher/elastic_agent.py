@@ -23,15 +23,16 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.base.spare_pool import Listener, RendezvousKeys
+from ttprun.agent.base.verdict import Failure, Verdict
 from ttprun.agent.between.latecomers import LOST, MovedStore, Taken, wait_for_slots
-from ttprun.agent.between.peers import Peers
 from ttprun.agent.between.rendezvous import KNOWN, NotMetError, Place, meet, meet_again
-from ttprun.agent.between.spare_pool import Listener, RendezvousKeys
+from ttprun.agent.launcher.group import NewGroup
 from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcome
 from ttprun.agent.launcher.signals import Signals
+from ttprun.agent.launcher.supervisor import Supervisor
 from ttprun.agent.node.rank_processes import RankHandler
-from ttprun.agent.node.supervisor import Supervisor
-from ttprun.agent.node.verdict import Failure, NewGroup, Verdict
 from ttprun.early_signals import ENDED_BY_SIGNAL
 from ttprun.protocol.meeting import Concluded, Regroup, Where
 from ttprun.torch_versions import GRACE_S

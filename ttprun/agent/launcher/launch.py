@@ -29,12 +29,12 @@ from ttprun.agent.between.latecomers import JobFinder, MovedStore
 from ttprun.agent.between.rendezvous import address_for_ranks, own_address
 from ttprun.agent.launcher.elastic_agent import JobFoundError, Meeting, ReplacingAgent
 from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcomes
-from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.launcher.signals import Signals
+from ttprun.agent.launcher.status_publisher import write_last_status
+from ttprun.agent.launcher.supervisor import Supervisor
 from ttprun.agent.lead.membership import Discovery, Elasticity
-from ttprun.agent.lead.status_publisher import write_last_status
+from ttprun.agent.lead.resume import Resumption
 from ttprun.agent.node.rank_processes import command_of
-from ttprun.agent.node.supervisor import Supervisor
 from ttprun.config import Config
 from ttprun.early_signals import ENDED_BY_SIGNAL, StoppedEarly, exit_code_of
 from ttprun.errors import ConfigError

@@ -9,25 +9,89 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgpack
 
 from ttprun import recovery
+from ttprun.agent.base import stored_states
+from ttprun.agent.base.stored_states import NO_RECORD, Stored, rank_file
 from ttprun.agent.lead.comparisons import Comparisons
-from ttprun.agent.lead.row import Row
-from ttprun.agent.lead.wire import Wire
+from ttprun.agent.lead.lead import Lead, Row, Wire
+from ttprun.agent.lead.resume import replicas_of
 from ttprun.agent.lead.writer import CheckpointWriter, RankDifferences, Written
-from ttprun.agent.node import rank_records
-from ttprun.agent.node.node import Node
-from ttprun.agent.node.stored_states import SnapshotBuffer, Stored, rank_file
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import node_messages, to_rank
-from ttprun.protocol.snapshot_messages import Dumped, MirroredShare, Share
-from ttprun.recovery.replicas import Replicas
+from ttprun.protocol.snapshot_messages import Dumped, MirroredShare, Share, SnapshotTaken
+from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.files import FileEntry, Fill
 from ttprun.state.store import Draft
 from ttprun.tensors.shares import file_of
+
+
+@dataclass
+class SnapshotBuffer:
+    """Memory for one snapshot: two memfds for each rank.
+
+    records, shares   by local rank: its own part, and its share of what replicas hold
+    reports           what the ranks have reported of it
+    replicas          which ranks held the same when it was taken
+    is_asked          ranks have the order to write here, and may do so at any moment
+    is_read           it is being written to disk
+    """
+
+    records: list[int]
+    shares: list[int]
+    boundary: int = 0
+    reports: dict[int, SnapshotTaken] = field(default_factory=dict)
+    replicas: Replicas = UNKNOWN
+    is_asked: bool = False
+    is_read: bool = False
+
+    @property
+    def written(self) -> dict[int, Share]:
+        """The ranks' shares, by local rank."""
+        return {rank: report.share for rank, report in self.reports.items() if report.share is not None}
+
+    @property
+    def first(self) -> Share:
+        """The first share, which has what only one rank writes."""
+        return next(share for share in self.written.values() if share.share == 0)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole snapshot."""
+        return sum(report.records_bytes + self.written[rank].bytes for rank, report in self.reports.items())
+
+    @property
+    def headers(self) -> dict[int, list[Any]]:
+        """By rank, what they hold; empty if all hold the same."""
+        return {rank: share.header for rank, share in self.written.items()} if self.replicas.differing else {}
+
+    def as_stored(self) -> Stored:
+        """What ranks can go back to. They read it through this process, which holds the descriptors."""
+        files = tuple(stored_states.path_of(fd) for fd in self.shares)
+        return Stored(
+            self.boundary,
+            "shared memory",
+            (),
+            self.first.header,
+            files,
+            self._rank_part,
+            headers=self.headers,
+            owners=self.replicas.differing,
+            names=self.replicas.names,
+        )
+
+    def _rank_part(self, rank: int) -> dict[str, Any]:
+        fd = self.records[rank]
+        return stored_states.unpack(os.pread(fd, os.fstat(fd).st_size, 0))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for fd in (*self.records, *self.shares):
+            os.close(fd)
 
 
 @dataclass
@@ -69,7 +133,7 @@ class Checkpoints:
     why_never  why none can be written in this job, "" if they can
     """
 
-    _node: Node
+    _node: Lead
     _wire: Wire
     writer: CheckpointWriter
     _comparisons: Comparisons
@@ -150,7 +214,7 @@ class Checkpoints:
         writing.elsewhere.discard(message.rank)
         if not message.why_not:
             writing.draft.record(rank_file(message.rank), FileEntry(bytes=message.bytes, xxh3=message.xxh3))
-        elif message.why_not == rank_records.NO_RECORD:
+        elif message.why_not == NO_RECORD:
             writing.missing.add(message.rank)
         else:
             self._writing = None
@@ -270,7 +334,7 @@ class Checkpoints:
         parts, missing = {}, []
         for slot in slots:
             try:
-                parts[slot.rank] = rank_records.own_part(self._node, slot.rank, boundary)
+                parts[slot.rank] = self._node.eyes.own_part(slot.rank, boundary)
             except KeyError:
                 missing.append(_what_is_lost(slot.rank, boundary))
         return parts, missing
@@ -285,13 +349,13 @@ class Checkpoints:
             self.fail(order, str(error))
             return
         parts = [
-            (slot.rank, rank_records.own_part(self._node, slot.rank, order.boundary))
+            (slot.rank, self._node.eyes.own_part(slot.rank, order.boundary))
             if stored.is_in_recorder
             else (slot.rank, msgpack.packb(stored.rank_part(slot.rank)))
             for slot in self._node.slots
         ]
         first = Share(0, 0, "", "", {}, "", header=stored.header)
-        differences = RankDifferences(stored.headers, stored.replicas)
+        differences = RankDifferences(stored.headers, replicas_of(stored))
         began_s, files = time.monotonic(), _readers_of(stored.files)
 
         def done(written: Written) -> None:

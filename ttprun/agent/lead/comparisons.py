@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 
@@ -16,12 +17,9 @@ from msgspec import structs
 
 from ttprun import recovery
 from ttprun.agent.lead.incidents import Incidents
-from ttprun.agent.lead.row import Row
+from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.lead.topology_report import topology_of
-from ttprun.agent.lead.wire import Wire
-from ttprun.agent.node.mirrors import Mirrors
-from ttprun.agent.node.node import Node, report_mismatch
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.status import StateSource
@@ -38,13 +36,48 @@ _MOST_RANKS = 8  # that are named
 LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
 
 
+class MirrorShares:
+    """Which ranks keep mirrors, and how much of their node's memory for that each may take."""
+
+    def __init__(self, node: Lead) -> None:
+        self._node = node
+        self._shares: dict[int, float] = {}  # by rank, of what its node has for all
+
+    @property
+    def why_off(self) -> str:
+        """Why no rank may keep a mirror; "" if they may."""
+        config, rungs = self._node.config, self._node.rungs
+        is_used = "replace" in rungs or ("persist" in rungs and "rewind" not in rungs)
+        is_off = config.buddy == "off" or config.mindio or not is_used
+        return "it is switched off" if is_off else ""
+
+    def share_out(self, weights: Mapping[int, int]) -> bool:
+        """These ranks are to keep mirrors: each may take of the memory what its weights are of all their weights.
+
+        weights   by rank: bytes of its own, or of its parts
+        returns   whether it is other than before
+        """
+        node_of, together = self._node.peers.node_of, Counter[int]()
+        for rank, size in weights.items():
+            together[node_of(rank)] += size
+        shares = {rank: size / (together[node_of(rank)] or 1) for rank, size in weights.items()}
+        if self.why_off or shares == self._shares:
+            return False
+        self._shares = shares
+        return True
+
+    def order_for(self, rank: int) -> to_rank.KeepMirror | None:
+        """What the node of a rank must know to keep its mirror; None: it is to keep none."""
+        return to_rank.KeepMirror(rank, self._shares[rank]) if rank in self._shares else None
+
+
 class Comparisons:
     """Compares what the ranks of one group hold."""
 
-    def __init__(self, node: Node, wire: Wire, times: SnapshotTimes, incidents: Incidents, mirrors: Mirrors) -> None:
+    def __init__(self, node: Lead, wire: Wire, times: SnapshotTimes, incidents: Incidents) -> None:
         self._node = node
         self._wire = wire
-        self._mirrors = mirrors
+        self._mirrors = MirrorShares(node)
         self._times = times
         self._incidents = incidents
         self._looks = Looks(world_size=len(node.slots))
@@ -148,7 +181,7 @@ class Comparisons:
         self._mismatch(slot, reason)
 
     def _mismatch(self, slot: Row, what: str) -> None:
-        report_mismatch(self._node, slot.rank, self._node.job.generation, Reason("other-weights", what))
+        self._node.report_mismatch(slot.rank, self._node.job.generation, Reason("other-weights", what))
 
     def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
         """It is known who is a replica of whom: the machine, the ranks and the operator hear what is new."""
@@ -199,7 +232,7 @@ class Comparisons:
     def lose_mirrors(self, ranks: Collection[int]) -> None:
         """The node of these ranks is gone, with their mirrors; the next one may keep copies of them."""
         peers, mirrored, gone = self._node.peers, self._looks.replicas.mirrored, {*ranks}
-        if self._mirrors.is_on_next_node:
+        if self._node.keeps_mirrors_twice:
             gone = {rank for rank in ranks if not peers.is_connected((peers.node_of(rank) + 1) % peers.size)}
             gone |= self._not_copied & {*ranks}
         if mirrored.isdisjoint(gone):
@@ -225,7 +258,7 @@ class Comparisons:
         if mirrored:
             size = in_words(sum(reports[rank].bytes for rank in mirrored))
             where = ""
-            if self._mirrors.is_on_next_node:
+            if self._node.keeps_mirrors_twice:
                 where = ", and once more on the next node"
             elif self._node.peers.size > 1:
                 where = ", lost with its node (not so: --buddy node)"
@@ -289,7 +322,7 @@ class Comparisons:
             self._wire.order(slot.rank, order)
         is_none_alike = all(len(ranks) == 1 for ranks in self._looks.replicas.groups)
         # Results of operations are in no copy of a mirror: the others keep what they had put into them.
-        if self._looks.replicas.groups and is_none_alike and not self._mirrors.is_on_next_node:
+        if self._looks.replicas.groups and is_none_alike and not self._node.keeps_mirrors_twice:
             slot.send_if_present(to_rank.NoneAlike())
         owners = self._looks.replicas.differing
         if owners:

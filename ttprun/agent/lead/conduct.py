@@ -1,6 +1,6 @@
 """The coordinator: owns the state machine of the whole job. Events go in, and what it orders is carried out.
 
-What concerns one node's ranks goes to that node (`wire.py`). The deadlines of a recovery's phases are
+What concerns one node's ranks goes to that node (`lead.py`). The deadlines of a recovery's phases are
 for ranks that do nothing more: while all that are waited for still work, a deadline comes up to ten times as late, and
 later on a busy machine. Only a job that a user or scheduler ends has no more time than was asked for. Begin with
 `ACTIONS`, `Coordinator.advance` and `Deadlines.pass_time`.
@@ -17,16 +17,15 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from ttprun import recovery
+from ttprun.agent.base.loop import CannotDecideError
+from ttprun.agent.base.verdict import Verdict
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents
+from ttprun.agent.lead.lead import Lead, Wire
 from ttprun.agent.lead.leader import Leader
 from ttprun.agent.lead.membership import NodeMembership, Spares
 from ttprun.agent.lead.repairs import Repairs, Rewinds
-from ttprun.agent.lead.wire import Wire
-from ttprun.agent.node.loop import CannotDecideError
-from ttprun.agent.node.node import Node
-from ttprun.agent.node.verdict import Verdict
 from ttprun.protocol import node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.patience import MOST_TIMES, Patience
@@ -50,7 +49,7 @@ class _Wait:
 class Deadlines:
     """Those that the machine has asked for."""
 
-    def __init__(self, node: Node, hang_detector: HangDetector) -> None:
+    def __init__(self, node: Lead, hang_detector: HangDetector) -> None:
         self._node = node
         self._hang_detector = hang_detector
         self._waits: list[_Wait] = []
@@ -125,7 +124,7 @@ ACTIONS: dict[type[process_orders.Action], str] = {
 class Coordinator:
     """Decides for all ranks, on whatever nodes they are."""
 
-    node: Node
+    node: Lead
     wire: Wire
     checkpoints: Checkpoints
     incidents: Incidents

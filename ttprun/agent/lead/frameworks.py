@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, assert_never
 
 from ttprun import recovery
+from ttprun.agent.lead.lead import Lead, Row
 from ttprun.agent.lead.repairs import Repairs
-from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.schedulers import Scheduler
-from ttprun.agent.node.node import Node
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.mindio import RepairType
@@ -48,7 +47,7 @@ class Frameworks(Repairs):
     scheduler  lives in one rank's process, if there is one
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Lead) -> None:
         self._node = node
         self.scheduler = Scheduler(node, self.why_not_repairable)
         self.replicas: dict[int, list[ReplicaGroup]] = {}

@@ -15,13 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ttprun import recovery
+from ttprun.agent.base import life_signs, stack_dumps
+from ttprun.agent.base.verdict import Failure
+from ttprun.agent.lead.lead import Lead, Row
 from ttprun.agent.lead.repairs import Repairs
-from ttprun.agent.lead.row import Row
-from ttprun.agent.node import life_signs, stack_dumps, stack_reports
-from ttprun.agent.node.node import Node, note_failure
-from ttprun.agent.node.own_states import OwnStates
-from ttprun.agent.node.stack_reports import Target
-from ttprun.agent.node.verdict import Failure
 from ttprun.device.device_errors import DeviceFault
 from ttprun.errors import in_short
 from ttprun.observe.stacks import RankStack, groups_of
@@ -53,10 +50,9 @@ _DOING = {phase: Doing(phase.name.lower()) for phase in Phase if phase is not Ph
 class HangDetector:
     """Watches the ranks of a node."""
 
-    def __init__(self, node: Node, repairs: Repairs, own_states: OwnStates) -> None:
+    def __init__(self, node: Lead, repairs: Repairs) -> None:
         self._node = node
         self._repairs = repairs
-        self._own_states = own_states
         limit = node.config.hang_timeout_s
         self._limit_s = None if limit == "auto" else float(limit)
         self._watch = HangWatch(self._limit_s)
@@ -169,10 +165,12 @@ class HangDetector:
         node.log("connection_broken", rank=slot.rank, **fields)
         if generation != node.job.generation:
             return
-        rows = (node.board_row(other) for other in node.slots if not other.is_finished)
+        rows = (node.board_row(other.rank) for other in node.slots if not other.is_finished)
         is_leaving = any(row[Field.LEAVING] or row[Field.ENDED] for row in rows)
         is_leaving = is_leaving or any(other.is_finished for other in node.slots)
-        if is_leaving or any(life_signs.has_ended(slot.pid) for slot in node.here if not slot.is_lost):
+        if is_leaving or any(
+            life_signs.has_ended(each.pid) for each in node.slots if each.is_here and not each.is_lost
+        ):
             self._broken[slot.rank] = (slot.pid, now, message)  # an exit is the fault, of which the agent hears next
             return
         self._watch.look(now, self._observations())
@@ -196,7 +194,7 @@ class HangDetector:
                 if is_over:
                     del self._broken[rank]
                 continue
-            if Phase(node.board_row(slot)[Field.PHASE]) not in (Phase.COLLECTIVE, Phase.WAITING):
+            if Phase(node.board_row(slot.rank)[Field.PHASE]) not in (Phase.COLLECTIVE, Phase.WAITING):
                 self._broken[rank] = (pid, now, message)
             elif now - since_s > _STUCK_S:
                 del self._broken[rank]
@@ -209,7 +207,7 @@ class HangDetector:
         ended = [slot.rank for slot in living if node.board.get(slot.rank, Field.ENDED)]
         if not ended:
             return
-        rows = [node.board_row(slot) for slot in living if slot.rank not in ended]
+        rows = [node.board_row(slot.rank) for slot in living if slot.rank not in ended]
         is_awaited = bool(rows) and all(
             Phase(row[Field.PHASE]) in (Phase.COLLECTIVE, Phase.WAITING)
             and now - row[Field.SEEN_NS] / 1e9 > _SAY_AFTER_S
@@ -253,7 +251,7 @@ class HangDetector:
         if episode in self._reported:
             return
         self._reported.add(episode)
-        take = stack_reports.take_all(self._node) if verdict.apart else tuple
+        take = self._node.eyes.take_all() if verdict.apart else tuple
 
         def conclude(stacks: tuple[RankStack, ...]) -> None:
             if self._node.job.generation != generation:
@@ -327,20 +325,19 @@ class HangDetector:
         return hung.way in _IN_SCRIPT and self._node.job.phase in _IN_STEP
 
     def _reached(self, slot: Row) -> int:
-        return self._own_states.reached(slot.rank, self._node.board.get(slot.rank, Field.RECORDED))
+        return self._node.reached(slot.rank, self._node.board.get(slot.rank, Field.RECORDED))
 
     def _take_stacks(self, hung: Hung, is_only_reported: bool) -> None:
         """Conclude with the rank's stack, as far as it can be had, once that is taken."""
         node, observation, slot = self._node, hung.observation, self._node.slots[hung.observation.rank]
         self._reported_pids.add(slot.pid)
         if slot.is_here:
-            target = Target.of(node, node.process(slot.rank))
-            take_others = stack_reports.take_all(node, without=slot.rank)
+            take_own = node.eyes.take_stack(slot.rank, observation.is_stopped)
+            take_others = node.eyes.take_all(without=slot.rank)
 
             def take() -> tuple[tuple[RankStack, ...], list[str]]:
-                text = stack_dumps.take(target.writer, observation.is_stopped)
-                taken = (target.stack(text), *take_others())
-                return taken, stack_reports.flight_records([stack.rank for stack in taken], time.time() - hung.for_s)
+                taken = (take_own(), *take_others())
+                return taken, stack_dumps.flight_records([stack.rank for stack in taken], time.time() - hung.for_s)
 
             def conclude(result: tuple[tuple[RankStack, ...], list[str]]) -> None:
                 self._asked_pids.discard(observation.pid)
@@ -402,12 +399,11 @@ class HangDetector:
             logger.warning("rank %d hangs%s (%s): %s%s", observation.rank, again, reason, action, stack)
         if not is_only_reported:
             failure = Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
-            note_failure(node, failure)
+            node.note_failure(failure)
             if recovery.is_alone(node.job, slot.rank) and slot.is_here:
                 # It must not keep another state while it is decided to which one it goes back.
-                node.process(slot.rank).kill()
-                life_signs.let_stop(slot.pid)
-                self._own_states.report_what_is_left(slot.rank)
+                node.eyes.end_at_once(slot.rank)
+                node.report_what_is_left(slot.rank)
             node.advance(
                 recovery.RankHung(
                     at_s=time.monotonic(),
@@ -424,7 +420,7 @@ class HangDetector:
     def _is_unrepairable(self, rank: int) -> bool:
         job = self._node.job
         if recovery.is_alone(job, rank):
-            return self._own_states.newest(rank) is None
+            return self._node.eyes.newest(rank) is None
         is_replaceable = "replace" in job.settings.rungs and not job.unprotected_reason
         return not is_replaceable and bool(recovery.why_not_without(job, (rank,)))
 
@@ -440,7 +436,7 @@ class HangDetector:
 
     def _observation(self, slot: Row) -> Observation | None:
         """One rank now; None if its process has just ended."""
-        row = self._node.board_row(slot)
+        row = self._node.board_row(slot.rank)
         with contextlib.suppress(OSError, ValueError, IndexError):
             state, cpu_s = life_signs.state_of(slot.pid) if slot.is_here else self._seen_elsewhere(slot)
             if state in "ZX":  # also if it is not known

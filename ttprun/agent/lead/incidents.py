@@ -14,14 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 
 from ttprun import recovery
-from ttprun.agent.lead.row import Row
-from ttprun.agent.node.node import Node
-from ttprun.agent.node.own_states import OwnStates
+from ttprun.agent.lead.lead import Lead, Row
 from ttprun.observe.status import IncidentStatus, ResumeStatus
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.reason import Reason
 from ttprun.recovery import Incident, is_of_script
+from ttprun.tensors.own_state import CHEAP_S, SHARE
 
 logger = logging.getLogger("ttprun")
 COST_OF_UNRECORDED = "If a rank is lost before the first loss of its step, it is not replaced"
@@ -106,7 +105,7 @@ class Incidents:
     changes     grows with each of the rarer changes, which are to be published at once
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Lead) -> None:
         self._node = node
         self._incidents: dict[int, Incident] = {}
         self._compared: dict[int, tuple[list[str], list[str]]] = {}  # incident -> what was equal, what is not proved
@@ -132,7 +131,9 @@ class Incidents:
 
     def _has_helped(self, incident: Incident) -> bool:
         node = self._node
-        slots = [slot for slot in node.here if slot.rank in incident.ranks or not node.job.are_alone]
+        slots = [
+            slot for slot in node.slots if slot.is_here and (slot.rank in incident.ranks or not node.job.are_alone)
+        ]
         going = (slot.rank for slot in slots if not slot.is_finished and slot.rank not in node.job.away)
         return all(node.board.get(rank, Field.APPLIED) > (incident.boundary or 0) for rank in going)
 
@@ -249,9 +250,9 @@ class Protection:
     announced   why they cannot, as far as the console was told in this run
     """
 
-    def __init__(self, node: Node, own_states: OwnStates, announced: set[Reason]) -> None:
+    def __init__(self, node: Lead, announced: set[Reason]) -> None:
         self._node = node
-        self._own_states = own_states
+        self._has_said_kept = False
         self._announced = announced
         self._returns = 0
 
@@ -301,9 +302,25 @@ class Protection:
         self._announced.add(why)
         said = f"{why}{why.pointer}"
         if recovery.is_alone(job, slot.rank) and job.settings.world_size > 1:
-            kept = self._own_states.newest(slot.rank)
+            kept = self._node.eyes.newest(slot.rank)
             cost = recovery.cost_of_a_loss_alone(job, slot.rank, None, kept)
             logger.warning("rank %d is not protected: %s. If it is lost, %s", slot.rank, said, cost)
             return
         cost = recovery.cost_of_a_loss(job)
         logger.warning("not protected: rank %d reports: %s. If a rank is lost, %s", slot.rank, said, cost)
+
+    def note_own_state(self, slot: Row, message: from_rank.OwnStateKept) -> None:
+        """A rank has kept its state for the first time, or cannot: say what its loss will cost, once."""
+        node, why_not = self._node, message.why_not
+        node.log("own_state", rank=slot.rank, **asdict(message))
+        if self._has_said_kept and not why_not:
+            return
+        self._has_said_kept = True
+        every_s = None if why_not else (0.0 if message.took_s <= CHEAP_S else message.took_s / SHARE)
+        cost = recovery.cost_of_a_loss_alone(node.job, slot.rank, every_s)
+        if why_not:
+            logger.warning("rank %d cannot keep its own state: %s. If it is lost, %s", slot.rank, why_not, cost)
+        else:
+            level = logging.WARNING if every_s else logging.INFO
+            kept = f"a rank that is alone keeps its state ({message.bytes / (1 << 20):.1f} MiB)"
+            logger.log(level, "%s: if rank %d is lost, %s", kept, slot.rank, cost)

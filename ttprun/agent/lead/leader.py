@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.between import follower
+from ttprun.agent.base.verdict import Failure
+from ttprun.agent.lead.lead import Lead
 from ttprun.agent.lead.membership import NodeMembership, Spares
 from ttprun.agent.lead.reports import Reports
 from ttprun.agent.lead.schedules import QuiesceSchedule
-from ttprun.agent.node.node import Node, give_up, log_exit, note_failure
-from ttprun.agent.node.own_states import OwnStates
-from ttprun.agent.node.verdict import Failure
 from ttprun.chaos.faults import parse_fault
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import Field
@@ -41,8 +39,7 @@ _ROWS_RARELY = 5.0
 class Leader:
     """Takes the reports of all nodes."""
 
-    node: Node
-    own_states: OwnStates
+    node: Lead
     reports: Reports
     spares: Spares
     membership: NodeMembership
@@ -84,7 +81,7 @@ class Leader:
         node, peers = self.node, self.node.peers
         if now >= self._rows_next_s:
             self._rows_next_s = now + _ROWS_EVERY_S * min(_ROWS_RARELY, max(1.0, peers.size / _ROWS_OFTEN))
-            peers.to_all(follower.rows_of(node, range(len(node.slots))))
+            peers.to_all(node.rows_of(range(len(node.slots))))
         for number in peers.silent(node.has_stepped()):
             peers.note_out_of_reach(number)
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
@@ -114,7 +111,7 @@ class Leader:
         for slot in slots:
             slot.lose(node.board)
         # The board knows its rows as of some time ago. What our own ranks have applied, all had recorded.
-        applied = [node.board.get(slot.rank, Field.APPLIED) for slot in node.here]
+        applied = [node.board.get(slot.rank, Field.APPLIED) for slot in node.slots if slot.is_here]
         boundary = max(*applied, *(slot.lost_boundary for slot in slots)) if slots else 0
         node.log("node_lost", node=number, ranks=[slot.rank for slot in slots], boundary=boundary, reason=why)
         logger.warning("%s is lost: %s", peers.name_of(number), why)
@@ -122,7 +119,7 @@ class Leader:
             return
         self.reports.comparisons.lose_mirrors([slot.rank for slot in slots])
         failure = Failure(slots[0].rank, 0, -signal.SIGTERM, f"{peers.name_of(number)} is lost: {why}")
-        note_failure(node, failure)
+        node.note_failure(failure)
         self._lost[number] = recovery.NodeLost(
             at_s=time.monotonic(),
             ranks=tuple(slot.rank for slot in slots),
@@ -156,7 +153,7 @@ class Leader:
         node = self.node
         node.is_deposed = True
         node.log("node_given_up", reason=reason)
-        give_up(node, reason)
+        node.give_up(reason)
 
     def take(self, number: int, message: node_messages.OfFollower | Refused) -> None:
         """A follower has sent something."""
@@ -168,7 +165,7 @@ class Leader:
             message = Refused(f"{type(message).__name__}: {why_unfit}")
         match message:
             case node_messages.Rows(now_ns=now_ns, rows=theirs):
-                follower.copy_in(node, theirs, now_ns)
+                node.copy_in(theirs, now_ns)
                 if message.is_awaited:
                     node.share(*(row.rank for row in theirs))
             case meeting.Deposed(reason=reason):
@@ -176,7 +173,7 @@ class Leader:
             case Refused(reason=reason):
                 self._refuse(number, reason)
             case node_messages.Said(rows=rows, now_ns=now_ns):
-                follower.copy_in(node, rows, now_ns)
+                node.copy_in(rows, now_ns)
                 self.report(number, message.decoded(len(node.slots)))
             case _ if isinstance(message, node_messages.Report):
                 self.report(number, message)
@@ -249,10 +246,10 @@ class Leader:
             return
         slot.end(event)
         if slot.is_lost:
-            note_failure(node, event)
-            event = replace(event, boundary=self.own_states.reached(slot.rank, event.boundary))
+            node.note_failure(event)
+            event = replace(event, boundary=node.reached(slot.rank, event.boundary))
         event = replace(event, traceback="")
-        log_exit(node, event, where)
+        node.log_exit(event, where)
         if slot.is_lost and slot.is_here:
-            self.own_states.report_what_is_left(slot.rank)
+            node.report_what_is_left(slot.rank)
         node.advance(event)

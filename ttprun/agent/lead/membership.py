@@ -19,11 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ttprun import recovery
-from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.base.verdict import Verdict
+from ttprun.agent.lead.lead import Lead, Wire
+from ttprun.agent.lead.resume import Resumption
 from ttprun.agent.lead.schedules import QuiesceSchedule
-from ttprun.agent.lead.wire import Wire
-from ttprun.agent.node.node import Node, give_up
-from ttprun.agent.node.verdict import Verdict
 from ttprun.errors import ConfigError, one_line
 from ttprun.protocol import meeting, node_messages, process_orders
 from ttprun.protocol.board import LEADER, Field
@@ -140,7 +139,7 @@ class NodeMembership:
 
     def __init__(
         self,
-        node: Node,
+        node: Lead,
         resumption: Resumption,
         quiesce_schedule: QuiesceSchedule,
         elasticity: Elasticity,
@@ -289,7 +288,7 @@ class NodeMembership:
         why_not = plan.why_not or self._why_not_resumed(order, plan)
         if why_not:
             reason = f"{order.reason}; the group cannot start again: {why_not}"
-            give_up(node, reason, is_new_incident=False)
+            node.give_up(reason, is_new_incident=False)
             return
         waiting = [peers.pool.waiting[place] for place in plan.join]
         listeners = [*(peers.listeners[number] for number in plan.stay), *(spare.listener for spare in waiting)]
@@ -354,7 +353,7 @@ class Spares:
     membership   knows which nodes may train
     """
 
-    def __init__(self, node: Node, wire: Wire, membership: NodeMembership) -> None:
+    def __init__(self, node: Lead, wire: Wire, membership: NodeMembership) -> None:
         self._node = node
         self._wire = wire
         self._vacant: dict[int, Vacancy] = {}

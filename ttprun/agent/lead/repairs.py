@@ -20,15 +20,12 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.base.stored_states import UNUSABLE, Stored
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
-from ttprun.agent.lead.row import Row
+from ttprun.agent.lead.lead import Lead, Row, Wire
+from ttprun.agent.lead.resume import Resumption
 from ttprun.agent.lead.snapshots import Snapshots
-from ttprun.agent.lead.wire import Wire
-from ttprun.agent.node.node import Node, refuse_stored, report_mismatch
-from ttprun.agent.node.own_states import OwnStates
-from ttprun.agent.node.stored_states import UNUSABLE, Stored
 from ttprun.groups.agreement import Agreed, Operation, expected_of
 from ttprun.protocol import from_rank, mindio, process_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
@@ -141,7 +138,7 @@ class Alignments:
     meeting_place   the path of a socket of this name
     """
 
-    def __init__(self, node: Node, meeting_place: Callable[[str], str]) -> None:
+    def __init__(self, node: Lead, meeting_place: Callable[[str], str]) -> None:
         self._node = node
         self._meeting_place = meeting_place
         self._sources: dict[int, int] = {}
@@ -186,7 +183,7 @@ class Alignments:
 class Replays(Repairs):
     """Repairs the ranks of a node by replay."""
 
-    _node: Node
+    _node: Lead
     _wire: Wire
     _comparisons: Comparisons
     _checkpoints: Checkpoints
@@ -205,8 +202,7 @@ class Replays(Repairs):
             slot.send(replace(action, adapt=to_rank.Adapt(stored.origin.paths, node.config.resume_hyperparameters)))
             return
         if action.source == action.rank and slot.divergence:
-            report_mismatch(
-                node,
+            node.report_mismatch(
                 action.rank,
                 action.generation,
                 Reason("state-of-one-rank", f"rank {action.rank} has diverged, and its mirror holds the same"),
@@ -292,12 +288,11 @@ logger = logging.getLogger("ttprun")
 class Rewinds:
     """Takes ranks back, on whatever nodes they are."""
 
-    _node: Node
+    _node: Lead
     _wire: Wire
     _resumption: Resumption
     _comparisons: Comparisons
     _snapshots: Snapshots
-    _own_states: OwnStates
     _checkpoints: Checkpoints
 
     def rewind(self, action: process_orders.Rewind) -> None:
@@ -309,7 +304,7 @@ class Rewinds:
         try:
             stored = self._stored(action)
         except UNUSABLE as error:
-            refuse_stored(node, action.ranks[0], node.job.generation, error)
+            node.refuse_stored(action.ranks[0], node.job.generation, error)
             return
         by_node: dict[int, list[int]] = {}
         for rank in action.ranks:
@@ -329,7 +324,7 @@ class Rewinds:
             return self._resumption.opened(action.place)
         own = None
         if recovery.is_alone(self._node.job, action.ranks[0]):
-            own = self._own_states.stored(action.ranks[0], action.boundary)
+            own = self._node.eyes.stored(action.ranks[0], action.boundary)
         if own is not None:
             return own
         newest = self._snapshots.newest
@@ -369,6 +364,6 @@ class Rewinds:
         for rank in action.ranks:
             stored = slots[rank].stored
             assert stored is not None
-            owners = {key: list(ranks) for key, ranks in stored.replicas.differing.items()}
+            owners = {key: list(ranks) for key, ranks in stored.owners.items()}
             filled = {"files": stored.files, "owners": owners, "header": stored.header_of(rank)}
             slots[rank].send(structs.replace(action, ranks=(), **filled))

@@ -11,17 +11,14 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from ttprun import recovery
+from ttprun.agent.base.verdict import Failure
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents, Protection
+from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.repairs import Repairs
-from ttprun.agent.lead.row import Row
 from ttprun.agent.lead.snapshots import Snapshots
-from ttprun.agent.lead.wire import Wire
-from ttprun.agent.node.node import Node, note_failure, note_script_error, refuse
-from ttprun.agent.node.own_states import OwnStates
-from ttprun.agent.node.verdict import Failure
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, mindio, node_messages
 from ttprun.protocol.board import Field
@@ -74,7 +71,7 @@ _ROWS: dict[type[Message], Handling] = {
     from_rank.Unaligned: Handling("repairs.take"),
     from_rank.Aligned: Handling("repairs.take"),
     # Copies of a rank's state.
-    from_rank.OwnStateKept: Handling("own_states.note"),
+    from_rank.OwnStateKept: Handling("protection.note_own_state"),
     from_rank.StateMirrored: Handling("comparisons.note_mirrored"),
     from_rank.MirrorCopied: Handling("comparisons.note_mirror_copied"),
     from_rank.Held: Handling("comparisons.take", "comparisons"),
@@ -112,14 +109,13 @@ class Reports:
     _nan_step  the step in which a NaN was reported last
     """
 
-    node: Node
+    node: Lead
     wire: Wire
     comparisons: Comparisons
     checkpoints: Checkpoints
     incidents: Incidents
     injections: Injections
     hang_detector: HangDetector
-    own_states: OwnStates
     protection: Protection
     repairs: Repairs
     snapshots: Snapshots
@@ -132,7 +128,7 @@ class Reports:
         """A message has come from the process of a slot."""
         row = _ROWS.get(type(message))
         if row is None:
-            refuse(self.node, slot.rank, f"{type(message).__name__} is no message of a rank")
+            self.node.refuse(slot.rank, f"{type(message).__name__} is no message of a rank")
             return
         if isinstance(message, RankEvent):
             message = replace(message, at_s=time.monotonic(), rank=slot.rank)
@@ -153,7 +149,7 @@ class Reports:
         self.comparisons.note_collective_steps()
 
     def _on_refused(self, slot: Row, message: Refused) -> None:
-        refuse(self.node, slot.rank, message.reason)
+        self.node.refuse(slot.rank, message.reason)
 
     def _on_protected(self, slot: Row, message: from_rank.RankProtected) -> None:
         slot.protect()
@@ -200,7 +196,7 @@ class Reports:
         self.injections.greeted(slot)
 
     def _on_script_error(self, slot: Row, message: from_rank.ScriptError) -> None:
-        note_script_error(self.node, slot, message)
+        self.node.note_script_error(slot, message)
 
     def _on_stopped(self, slot: Row, message: from_rank.StoppedDivergent) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
@@ -214,14 +210,14 @@ class Reports:
     def _on_faulted(self, slot: Row, message: from_rank.RankFaulted) -> None:
         """A transient error has ended the script of a rank, which waits for orders."""
         node = self.node
-        slot.fault(self.own_states.reached(slot.rank, node.board.get(slot.rank, Field.RECORDED)))
+        slot.fault(node.reached(slot.rank, node.board.get(slot.rank, Field.RECORDED)))
         self.comparisons.report_owners(slot)
-        note_failure(node, Failure(slot.rank, slot.pid, 1, message.reason, message.detail))
+        node.note_failure(Failure(slot.rank, slot.pid, 1, message.reason, message.detail))
         where = {"pid": slot.pid, "boundary": slot.lost_boundary}
         event = replace(message, **where, detected_after_s=0.0, detail="")
         about = {"kind": event.kind, "reason": event.reason, "traceback": message.detail}
         node.log("rank_faulted", rank=slot.rank, **where, **about, at_s=event.at_s)
-        self.own_states.report_what_is_left(slot.rank)
+        node.report_what_is_left(slot.rank)
         node.advance(event)
 
     def _on_nan(self, slot: Row, message: from_rank.NanFound) -> None:
@@ -271,6 +267,7 @@ class Reports:
         if (message.generation, message.boundary) not in self._voided:  # once, not for each survivor
             self._voided.add((message.generation, message.boundary))
             self.wire.order_all(node_messages.VoidBeyond(message.boundary))
+            self.node.void_rows(message.boundary)
         self._compare_journals(slot, message.generation)
         is_at_end = self.node.board.get(slot.rank, Field.ENDED) != 0
         self.node.advance(replace(message, at_s=time.monotonic(), journal={}, is_at_end=is_at_end))

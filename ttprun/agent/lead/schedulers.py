@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.lead.row import Row
-from ttprun.agent.node.node import Node
+from ttprun.agent.lead.lead import Lead, Row
 from ttprun.protocol import mindio
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.mindio import SchedulerAsked
@@ -24,7 +23,7 @@ from ttprun.protocol.rank_events import StopAsked
 class Pause:
     """The pause of a node's ranks; at most one at a time."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Lead) -> None:
         self._node = node
         self._number = 0
         self._reset()
@@ -97,7 +96,7 @@ class Scheduler:
     switched    ranks whose healthy processes give their places to new ones, in the recovery that goes on
     """
 
-    def __init__(self, node: Node, why_not_repairable: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, node: Lead, why_not_repairable: Callable[[Sequence[int]], str]) -> None:
         """`why_not_repairable` says why some ranks' state could not be given to new processes; "" if it could."""
         self._node = node
         self._why_not_repairable = why_not_repairable

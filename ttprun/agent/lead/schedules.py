@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 
 from ttprun import recovery
-from ttprun.agent.node.node import Node
+from ttprun.agent.lead.lead import Lead
 from ttprun.protocol.board import LEADER, Field
-from ttprun.state.cost_limits import best_interval_s, parse_interval
+from ttprun.state.cost_limits import best_interval_s
 
 _OFTEN_S = 2.0  # at least, between two that are the only source of a lost rank's state
 _OFTEN_SHARE = 0.01  # of the training's time, which they may take
@@ -30,10 +30,10 @@ class SnapshotTimes:
     cost_s      what the newest one took
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Lead) -> None:
         self._node = node
-        self._interval = parse_interval(node.config.snapshot_every)
-        self.is_off = self.is_never
+        self._interval = node.interval
+        self.is_off = node.interval.is_never
         self.why_off = ""
         self.is_wanted = False
         self.cost_s = 0.0
@@ -44,16 +44,6 @@ class SnapshotTimes:
         """All ranks are new."""
         self._last_s = time.monotonic()
         self.is_wanted = False
-
-    @property
-    def is_never(self) -> bool:
-        """The user wants none."""
-        return self._interval.is_never
-
-    @property
-    def every_steps(self) -> int:
-        """Optimizer steps between two; 0 if they come by time."""
-        return self._interval.steps or 0
 
     def turn_off(self, why: str) -> None:
         """None can be taken."""
@@ -122,7 +112,7 @@ LIMIT_S = 10.0  # whoever ends a job by a signal mostly leaves it 30 s
 class QuiesceSchedule:
     """Orders to quiesce that are held back."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Lead) -> None:
         self._node = node
         self._orders: list[tuple[Callable[[], None], bool]] = []
         self._ends_s = 0.0

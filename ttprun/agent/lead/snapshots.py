@@ -12,13 +12,11 @@ import time
 from dataclasses import dataclass
 
 from ttprun import recovery
-from ttprun.agent.lead.checkpoints import Checkpoints
+from ttprun.agent.base import stored_states
+from ttprun.agent.lead.checkpoints import Checkpoints, SnapshotBuffer
 from ttprun.agent.lead.comparisons import Comparisons
-from ttprun.agent.lead.row import Row
+from ttprun.agent.lead.lead import Lead, Row
 from ttprun.agent.lead.schedules import SnapshotTimes
-from ttprun.agent.node import stored_states
-from ttprun.agent.node.node import Node
-from ttprun.agent.node.stored_states import SnapshotBuffer
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
 from ttprun.tensors.shares import version_of
@@ -37,7 +35,7 @@ class Snapshots:
     share_bytes  about how large a rank's share will be; 0 before the first step
     """
 
-    _node: Node
+    _node: Lead
     _times: SnapshotTimes
     _comparisons: Comparisons
     _checkpoints: Checkpoints

@@ -19,10 +19,9 @@ from typing import Any
 
 import msgpack
 
-from ttprun.agent.launcher.resume import ENDED_NAME, Resumption
-from ttprun.agent.node.node import Node
-from ttprun.agent.node.rank_processes import command_of
-from ttprun.agent.node.stored_states import STATE_FILE, rank_file
+from ttprun.agent.base.stored_states import STATE_FILE, rank_file
+from ttprun.agent.lead.lead import Lead
+from ttprun.agent.lead.resume import ENDED_NAME, Resumption
 from ttprun.errors import ConfigError
 from ttprun.observe.console import ProgressLog
 from ttprun.observe.events import timestamp
@@ -83,7 +82,7 @@ class CheckpointWriter:
     count     checkpoints that were tried
     """
 
-    def __init__(self, node: Node, store: CheckpointStore, resumption: Resumption) -> None:
+    def __init__(self, node: Lead, store: CheckpointStore, resumption: Resumption) -> None:
         self._node = node
         self._store = store
         self._resumption = resumption
@@ -154,8 +153,7 @@ class CheckpointWriter:
         shares  files of tensors that no rank writes itself
         done    called on the supervisor's thread
         """
-        start = self._node.here[0].handler.start
-        words = command_of(start)
+        words = self._node.eyes.command()
         script = " ".join(words[:2]) if words[:1] == ["-m"] else "".join(words[:1])
         description = Description(world_size=len(self._node.slots), cause=cause, script=script, model=first.model)
 

@@ -20,7 +20,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ttprun.agent.node import stored_states
+from ttprun.agent.base import stored_states
 from ttprun.agent.node.node import Node
 from ttprun.protocol import file_stream, to_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Field, SlotContent, slot_that_gives, unpack_slot
@@ -104,7 +103,7 @@ class MirrorCopies:
 
     def _keeper_of(self, rank: int) -> int:
         """The rank of this node that keeps what there is of that one's mirror."""
-        return (rank + len(self._node.here)) % len(self._node.slots)
+        return (rank + len(self._node.here)) % self._node.world_size
 
     def _held_by(self, keeper: int) -> list[SlotContent]:
         return [unpack_slot(self._node.board.get(keeper, cell)) for cell in _COPY_CELLS]
@@ -192,7 +191,7 @@ class Source(NamedTuple):
 
 
 class Mirrors:
-    """Of each rank of a node, the memory for its mirror; in the agent that leads, the shares of all ranks.
+    """Of each rank of a node, the memory for its mirror.
 
     copies   what this node keeps of the mirrors of the node before
     """
@@ -201,29 +200,15 @@ class Mirrors:
         self._node = node
         self._why_not_fetched: dict[int, str] = {}  # by rank whose mirror was to come from another node
         self._slots: dict[int, list[int]] = {}  # by rank of this node, of those that may keep one
-        self._shares: dict[int, float] = {}  # by rank, of what its node has for all
         self._all_bytes = 0 if node.config.buddy == "off" else self._may_take()
-        copies_bytes = self._all_bytes // 2 if self.is_on_next_node else 0
+        copies_bytes = self._all_bytes // 2 if node.keeps_mirrors_twice else 0
         self._all_bytes -= copies_bytes
         self.copies = MirrorCopies(node, copies_bytes)
-
-    @property
-    def why_off(self) -> str:
-        """Why no rank may keep a mirror; "" if they may."""
-        config, rungs = self._node.config, self._node.job.settings.rungs
-        is_used = "replace" in rungs or ("persist" in rungs and "rewind" not in rungs)
-        is_off = config.buddy == "off" or config.mindio or not is_used
-        return "it is switched off" if is_off else ""
 
     def close(self) -> None:
         """The ranks are gone: give the memory back."""
         for fd in (*itertools.chain(*self._slots.values()), *self.copies.files):
             os.close(fd)
-
-    @property
-    def is_on_next_node(self) -> bool:
-        """Mirrors are kept on the next node, too."""
-        return self._node.config.buddy == "node" and self._node.peers.size > 1
 
     def _may_take(self) -> int:
         """Bytes that all mirrors of this node may take together, by what is free now."""
@@ -231,25 +216,6 @@ class Mirrors:
         free = free_bytes()
         free = _UNKNOWN_BYTES if free is None else free
         return int(free * wanted) if isinstance(wanted, float) else min(free, wanted)
-
-    def share_out(self, weights: Mapping[int, int]) -> bool:
-        """These ranks are to keep mirrors: each may take of the memory what its weights are of all their weights.
-
-        weights   by rank: bytes of its own, or of its parts
-        returns   whether it is other than before
-        """
-        node_of, together = self._node.peers.node_of, Counter[int]()
-        for rank, size in weights.items():
-            together[node_of(rank)] += size
-        shares = {rank: size / (together[node_of(rank)] or 1) for rank, size in weights.items()}
-        if self.why_off or shares == self._shares:
-            return False
-        self._shares = shares
-        return True
-
-    def order_for(self, rank: int) -> to_rank.KeepMirror | None:
-        """What the node of a rank must know to keep its mirror; None: it is to keep none."""
-        return to_rank.KeepMirror(rank, self._shares[rank]) if rank in self._shares else None
 
     def keep(self, order: to_rank.KeepMirror) -> None:
         """A rank of this node is to keep a mirror, in this share of its memory."""

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -19,16 +19,15 @@ from typing import Any
 
 from msgspec import structs
 
-from ttprun.agent.node import life_signs, rank_records, stack_dumps
+from ttprun.agent.base import life_signs, stack_dumps
+from ttprun.agent.base.stored_states import NO_RECORD, UNUSABLE, Origin, Stored, open_checkpoint
 from ttprun.agent.node.mirrors import Mirrors
-from ttprun.agent.node.node import Node, refuse_stored, report_mismatch
-from ttprun.agent.node.own_states import OwnStates
+from ttprun.agent.node.node import Node
 from ttprun.agent.node.process import Process
 from ttprun.agent.node.process_watch import ProcessWatch
 from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
-from ttprun.agent.node.stored_states import UNUSABLE, Origin, Stored, open_checkpoint
-from ttprun.agent.node.verdict import ReplaceHandler
+from ttprun.agent.node.state_copies import Memory, why_not_alike
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, from_rank, node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
@@ -37,6 +36,8 @@ from ttprun.protocol.rank_events import RankExited, SpawnFailed
 from ttprun.protocol.reason import Reason
 from ttprun.state.checkpoint import inspect
 from ttprun.state.files import FileEntry, write_file
+
+ReplaceHandler = Callable[[int, RankHandler], None]
 
 # Order -> the method that carries it out, of the node's agent or of one of its parts.
 ORDERS: dict[type[node_messages.Order], str] = {
@@ -62,6 +63,8 @@ class NodeAgent:
     """Carries out orders on this node's ranks, and reports what happens to them.
 
     replace_handler   lets torch's agent know of the new process of a local rank
+    tell          passes on what has happened here, to whoever decides
+    stored_of     what a rank goes back to, if it is decided in this agent: what is in memory has no name
     noted         what the next leader would have to know of them, as far as they and their ends have shown it; by rank
     catching_up   those whose processes run the script again, and are not as far as the others yet
     """
@@ -69,11 +72,13 @@ class NodeAgent:
     node: Node
     injections: Injections
     mirrors: Mirrors
-    own_states: OwnStates
+    memory: Memory
     standbys: Standbys
     standby_watch: StandbyWatch
     watch: ProcessWatch
     replace_handler: ReplaceHandler
+    tell: Callable[[node_messages.Report], None]
+    stored_of: Callable[[int], Stored | None]
     noted: dict[int, Legacy] = field(init=False)
     catching_up: set[int] = field(default_factory=set, init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
@@ -91,7 +96,7 @@ class NodeAgent:
         for slot in self.node.here:
             self._unwelcomed.add(slot.rank)
             if slot.rank in records and records[slot.rank].part:
-                rank_records.restore_copy(self.node, slot, records[slot.rank].part)
+                self.memory.take(slot, records[slot.rank].part)
         self._is_fetching = True
         self.mirrors.fetch({rank: record.mirror for rank, record in records.items()}, self._note_fetched)
 
@@ -100,7 +105,7 @@ class NodeAgent:
         self._is_fetching = False
         deferred, self._deferred = self._deferred, {}
         for order in deferred.values():
-            if order.generation == self.node.job.generation:
+            if order.generation == self.node.generation:
                 self._replay(order)
 
     def awaits_order(self, slot: Process) -> bool:
@@ -121,12 +126,12 @@ class NodeAgent:
                 self._note_said(self.node.process(rank), message)
             case RankExited(rank=rank, reason=reason):
                 self.note(rank, code=report.exit_code, reason=reason, crashed_at=report.crashed_at)
-        self.node.role.report(report)
+        self.tell(report)
 
     def _completed(self, said: node_messages.Said) -> node_messages.Said:
         """What a rank reports, with what only its node knows."""
         if isinstance(said.message, from_rank.RankFrozen):
-            return structs.replace(said, fingerprint=self._fingerprint(said.rank, said.message.boundary))
+            return structs.replace(said, fingerprint=self.memory.fingerprint_of(said.rank, said.message.boundary))
         return said
 
     def note(self, rank: int, **changes: Any) -> None:
@@ -177,7 +182,7 @@ class NodeAgent:
     def _give_records(self, order: node_messages.GiveRecords) -> None:
         for rank in order.ranks:
             mirror = self.mirrors.copies.serve(rank)
-            self.node.report(node_messages.Records(rank, rank_records.give_copy(self.node, rank), mirror))
+            self.node.report(node_messages.Records(rank, self.memory.give(rank), mirror))
 
     def _recover(self, order: node_messages.Recovered) -> None:
         self.node.first_failure.forget()
@@ -193,9 +198,6 @@ class NodeAgent:
         elif isinstance(message, to_rank.Dump):
             message = structs.replace(message, mirrors=self.mirrors.located(message.mirrors, message.boundary))
         slot.send(message)
-
-    def _fingerprint(self, rank: int, boundary: int) -> str:
-        return rank_records.fingerprint_of(self.node, self.node.process(rank), boundary)
 
     def _begin_process(self, order: process_orders.SpawnRank) -> None:
         """Give a lost rank a process."""
@@ -284,7 +286,7 @@ class NodeAgent:
     def _replay(self, order: to_rank.Replay) -> None:
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node, slot = self.node, self.node.process(order.rank)
-        why_not = rank_records.why_not_alike(order, self._fingerprint(order.rank, order.boundary))
+        why_not = why_not_alike(order, self.memory.fingerprint_of(order.rank, order.boundary))
         if order.from_mirror and not why_not:
             if self._is_fetching:
                 self._deferred[order.rank] = order
@@ -298,7 +300,7 @@ class NodeAgent:
                 step = self.mirrors.step_of(slot.rank, order.boundary)
                 order = structs.replace(order, result=mirror.path, proof_from=step)
         if why_not:
-            report_mismatch(node, order.rank, order.generation, why_not)
+            node.report_mismatch(order.rank, order.generation, why_not)
             return
         slot.send(order)
 
@@ -312,11 +314,11 @@ class NodeAgent:
         node, rank = self.node, order.ranks[0]
         node.note_generation(order.generation)
         try:
-            stored = self._open(order) if node.peers.is_follower else node.slots[rank].stored
+            stored = self._open(order) if node.peers.is_follower else self.stored_of(rank)
             for rank in order.ranks:
                 self._go_back(node.process(rank), stored, rank in order.trusted)
         except UNUSABLE as error:
-            refuse_stored(node, rank, order.generation, error)
+            node.refuse_stored(rank, order.generation, error)
 
     def _open(self, order: process_orders.Rewind) -> Stored | None:
         """What another agent orders this node's ranks to go back to. Raises if it cannot be used."""
@@ -334,7 +336,7 @@ class NodeAgent:
             node.go_back(slot, boundary)
             return
         if stored is None:
-            self.own_states.forget(slot.rank)
+            self.memory.void(slot.rank)
         older = node.recorder_of(slot)
         recorder = node.new_recorder(slot)
         if stored is not None and stored.origin is None:
@@ -348,9 +350,9 @@ class NodeAgent:
         node = self.node
         entry, why_not = FileEntry(bytes=0, xxh3="0" * 32), ""
         try:
-            entry = write_file(Path(order.path), [rank_records.own_part(node, order.rank, order.boundary)])
+            entry = write_file(Path(order.path), [self.memory.own_part(order.rank, order.boundary)])
         except KeyError:
-            why_not = rank_records.NO_RECORD
+            why_not = NO_RECORD
         except OSError as error:
             why_not = f"{order.path} cannot be written on {node.peers.name_of(node.peers.node)}: {error}"
         node.report(node_messages.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))

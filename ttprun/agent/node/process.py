@@ -1,7 +1,7 @@
 """A process: the place of one rank on this node, whichever operating system's process is that rank now.
 
 Its recorder outlives the process, so that a replacement can read what the lost rank has left. What is decided of the
-rank, and knows no process, has a row of it (`row.py`).
+rank, and knows no process, has a row of it (`lead.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ttprun.agent.node import life_signs, stack_dumps
+from ttprun.agent.base import life_signs, stack_dumps
 from ttprun.agent.node.rank_processes import RankHandler, kill_session
 from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import from_rank

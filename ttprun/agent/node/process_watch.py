@@ -11,23 +11,20 @@ import logging
 import os
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from msgspec.structs import replace
 
-from ttprun import recovery
-from ttprun.agent.lead.schedules import SnapshotTimes
-from ttprun.agent.node import life_signs
-from ttprun.agent.node.life_signs import Causes
+from ttprun.agent.base import life_signs
+from ttprun.agent.base.life_signs import Causes
 from ttprun.agent.node.mirrors import Mirrors
-from ttprun.agent.node.node import Node, refuse
-from ttprun.agent.node.own_states import OwnStates
+from ttprun.agent.node.node import Node
 from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, command_of, with_agent
 from ttprun.agent.node.standbys import PART, StandbyWatch
-from ttprun.agent.node.stored_states import SnapshotBuffer
+from ttprun.agent.node.state_copies import Memory
 from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, standby_messages, to_rank
@@ -47,10 +44,8 @@ class ProcessWatch:
     """Watches the processes of a node's ranks, by its selector."""
 
     _node: Node
-    _own_states: OwnStates
+    _memory: Memory
     _mirrors: Mirrors
-    _buffers: list[SnapshotBuffer]
-    _times: SnapshotTimes
     _injections: Injections
     _unseen: UnhookedRanks
     _standby_watch: StandbyWatch
@@ -68,16 +63,16 @@ class ProcessWatch:
         """
         node = self._node
         config = node.config
-        rungs = node.job.settings.rungs
+        rungs = node.rungs
         options = to_rank.Options(
             allow_faults=config.allow_faults,
             keeps_state=not rungs.isdisjoint(("rewind", "persist")),
             mirror=self._mirrors.paths_for(slot.rank),
             mirror_copies=self._mirrors.copies.paths_for(slot.rank),
             mirror_copies_bytes=self._mirrors.copies.limit_bytes,
-            own_state=self._own_states.paths_for(slot.local_rank),
-            buffers=[buffer.paths_for(slot.local_rank) for buffer in self._buffers],
-            snapshot_every_steps=self._times.every_steps,
+            own_state=self._memory.paths_for(slot.local_rank),
+            buffers=self._memory.snapshots_of(slot.local_rank),
+            snapshot_every_steps=node.interval.steps or 0,
             record_limit_mib=config.record_limit_mib,
             journal_limit_mib=config.journal_limit_mib,
             commit_timeout_s=config.commit_timeout_s,
@@ -104,10 +99,10 @@ class ProcessWatch:
         welcome = to_rank.Welcome(
             rank=slot.rank,
             local_rank=slot.local_rank,
-            world_size=len(node.slots),
+            world_size=node.world_size,
             local_world_size=len(node.here),
             address=node.peers.address,
-            generation=node.job.generation,
+            generation=node.generation,
             run_dir=str(node.run.path),
             is_replacement=is_replacement,
             had_torch=slot.had_torch,
@@ -160,7 +155,7 @@ class ProcessWatch:
             case _ if isinstance(message, standby_messages.Report):
                 node.domains.run(PART, lambda: self._standby_watch.take(slot, message))
             case Refused(reason=reason):
-                refuse(node, slot.rank, reason)
+                node.refuse(slot.rank, reason)
             case _:
                 node.report(Said(slot.rank, slot.pid, message))
         if isinstance(message, from_rank.Present):
@@ -247,21 +242,24 @@ class ProcessWatch:
                 for message in channel.read_available():
                     self._take(slot, message)
 
-    def report_missed(self) -> None:
-        """Report what the machine does not know of this node's processes, after a failure of the supervisor."""
+    def report_missed(self, known: Mapping[int, int | None]) -> None:
+        """Report what the machine does not know of this node's processes, after a failure of the supervisor.
+
+        known   if it is in this agent: by rank the pid that it goes by, None for a lost rank without a process
+        """
         node = self._node
         for slot in node.here:
             if slot.handler is None:
                 continue
-            member, code = node.job.members[slot.rank], slot.handler.proc.poll()
-            is_known = slot.is_lost or slot.is_finished if node.peers.is_follower else member.pid != slot.pid
+            code, pid = slot.handler.proc.poll(), known.get(slot.rank, slot.pid)
+            is_known = pid != slot.pid if known else slot.is_lost or slot.is_finished
             if not is_known and code is not None:
                 if slot.pidfd >= 0:
                     slot.begin_to_die()
                 self._on_end(slot, code)
             elif not is_known:
                 slot.live_on()
-            elif member.life is recovery.RankState.LOST and member.pid is None and code is None and not slot.is_lost:
+            elif pid is None and code is None and not slot.is_lost:
                 node.report(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
 
     def forget(self, slot: Process) -> None:

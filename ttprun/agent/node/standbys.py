@@ -203,7 +203,7 @@ class StandbyWatch:
         Not in an incident, after which the standbys are refilled anyway.
         """
         self._standbys.may_start = True
-        if self._node.job.incident is None:
+        if not self._node.is_in_incident:
             self.refill()
 
     def take(self, slot: Process, message: Report) -> None:
@@ -222,7 +222,7 @@ class StandbyWatch:
 
     def look(self) -> None:
         """Start the standbys of ranks that take no step for long: by hand, not at all, or after a long set-up."""
-        if self._node.job.incident is None:
+        if not self._node.is_in_incident:
             if self._is_due:
                 self._is_due = False
                 self.refill()

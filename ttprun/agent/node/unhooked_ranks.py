@@ -20,7 +20,6 @@ from ttprun.protocol.from_rank import RankUnprotected
 from ttprun.protocol.node_messages import Said
 from ttprun.protocol.reason import Reason
 from ttprun.rank.bootstrap import unhooked
-from ttprun.recovery import JobPhase
 
 logger = logging.getLogger("ttprun")
 
@@ -53,7 +52,7 @@ class UnhookedRanks:
         self._next_s = now + EVERY_S
         for slot in self._node.here:
             self._look_at(slot)
-        if self._since_s is not None and self._node.job.phase is not JobPhase.RUNNING:
+        if self._since_s is not None and not self._node.is_running:
             self._since_s = now  # it may be resuming
         if self._since_s is not None and now >= self._since_s + NO_STEP_S:
             self._since_s = None

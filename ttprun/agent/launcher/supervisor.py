@@ -20,16 +20,16 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ttprun import recovery
-from ttprun.agent.between.peers import Peers
-from ttprun.agent.launcher.resume import Resumption, settings_of
+from ttprun.agent.base.loop import CannotDecideError, FileReserve
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.base.verdict import Verdict
+from ttprun.agent.between.agent import Agent
+from ttprun.agent.launcher.control_socket import ControlSocket
+from ttprun.agent.launcher.group import Group, NewGroup, Run
 from ttprun.agent.lead.hang_detector import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lead.membership import Elasticity
-from ttprun.agent.node.control_socket import ControlSocket
-from ttprun.agent.node.group import Group, Run
-from ttprun.agent.node.loop import CannotDecideError, FileReserve
-from ttprun.agent.node.node import Node
+from ttprun.agent.lead.resume import Resumption, replicas_of, settings_of
 from ttprun.agent.node.rank_processes import RankHandler
-from ttprun.agent.node.verdict import NewGroup, Verdict
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting, node_messages
@@ -70,7 +70,7 @@ class Supervisor:
     ) -> None:
         """`resumption` says from what a new launch resumes, on one node at once; raises ConfigError as `find` does."""
         settings = settings_of(config, world_size, is_python, max_restarts, resumption)
-        self.node = Node(config, run, is_python, recovery.new_job(settings))
+        self.node = Agent(config, run, is_python, recovery.new_job(settings))
         self._resumption = resumption
         self._resume_from = resumption.find() if is_python and not resumption.is_of_leader else ()
         self._resized: meeting.Regroup | None = None
@@ -100,7 +100,7 @@ class Supervisor:
     def _answer(self, request: Request) -> Reply:
         """Raises ValueError if the request cannot be carried out, of which whoever asked hears."""
         try:
-            return self.run.requests.answer(request, None if self._group is None else self._group.repairs)
+            return self.run.requests.answer(request)
         except (CannotDecideError, ValueError, KeyError):
             raise
         except Exception as error:
@@ -154,8 +154,8 @@ class Supervisor:
         def begin() -> None:
             node = self.node
             size = len(group.ranks) * peers.size
-            generation = max(node.job.generation, order.generation)
-            node.take_job(recovery.with_size(replace(node.job, generation=generation), size))
+            generation = max(node.generation, order.generation)
+            node.job = recovery.with_size(replace(node.job, generation=generation), size)
             self._resumption.resize(size)
             self._resized = order
             self._begin_group(group, peers)
@@ -165,7 +165,7 @@ class Supervisor:
 
     def take_over(self, records: Mapping[int, node_messages.Records]) -> None:
         """The slots of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
-        self.group.agent.take_over(records)
+        self.group.orders.take_over(records)
 
     def prepare_standbys(self) -> None:
         """This node waits for slots: have a process ready for them."""
@@ -184,7 +184,7 @@ class Supervisor:
 
     def start_from_standby(self, start: dict[str, Any]) -> RankHandler:
         """The first process of a rank whose slot was a lost node's: a standby, or a new one. Raises OSError."""
-        return self._on_thread(lambda: self.group.agent.start_process(start))
+        return self._on_thread(lambda: self.group.orders.start_process(start))
 
     def assign(self, local_rank: int, handler: RankHandler) -> None:
         """The first process of a rank has been started."""
@@ -201,7 +201,7 @@ class Supervisor:
             if not node.is_broken:
                 node.unpause()
             self._resized = None
-            node.watch_peers()  # the agent that leads says when
+            self.group.watch_peers()  # the agent that leads says when
             return
         resume_from, self._resume_from = self._resume_from, ()
         resized, self._resized = self._resized, None
@@ -224,23 +224,24 @@ class Supervisor:
                 place = resume_from[0].place
                 where = self._resumption.opened(place) if resized is None else self._resumption.open_new(place)
                 node.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
-                event: Event = recovery.ResumeAsked(at_s=now, saved=resume_from, replicas=where.replicas)
+                replicas = replicas_of(where)
+                event: Event = recovery.ResumeAsked(at_s=now, saved=resume_from, replicas=replicas)
                 if resized is not None:
                     event = recovery.GroupResized(
                         at_s=now,
                         saved=resume_from,
-                        replicas=where.replicas,
+                        replicas=replicas,
                         reason=resized.reason,
                         has_grown=self.group.membership.note_newcomers(resized),
                     )
                 self.node.advance(event)
-                self.group.comparisons.begin_resumed(where.replicas)
+                self.group.comparisons.begin_resumed(replicas)
             elif resized is not None:
                 self.node.advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
             self.run.injections.begin()
             self.group.wire.order_all(node_messages.Begin(node.job.generation, is_resumed))
             self.group.leader.share()
-            node.watch_peers()
+            self.group.watch_peers()
         except Exception as error:
             node.pause()
             if is_resumed:  # then nobody would order them where to resume

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.incidents import Incidents
-from ttprun.agent.lead.row import Row
+from ttprun.agent.lead.lead import Row
 from ttprun.agent.lead.writer import CheckpointWriter
-from ttprun.agent.node.node import Node
 from ttprun.agent.node.process import Process
 from ttprun.agent.node.standbys import Standbys
 from ttprun.errors import in_short
@@ -119,7 +119,7 @@ class StatusPublisher:
     step       optimizer steps that it had done at its end
     """
 
-    _node: Node
+    _node: Agent
     _incidents: Incidents
     _standbys: Standbys
     _checkpoint_writer: CheckpointWriter
@@ -142,7 +142,7 @@ class StatusPublisher:
         if time.monotonic() < self._not_before_s:
             return
         job, slots = self._node.job, self._slots
-        seen = (job.phase, job.generation, self._incidents.changes, tuple(slot.pid for slot in slots))
+        seen = (job.phase, self._node.generation, self._incidents.changes, tuple(slot.pid for slot in slots))
         if seen == self._seen and time.monotonic() - self._written_s < _EVERY_S:
             return
         self._seen = seen
@@ -151,7 +151,7 @@ class StatusPublisher:
         if state == "healthy" and not any(slot.is_present for slot in slots):
             state = "starting"
         for slot in slots if state == "healthy" else ():
-            row = self._node.board_row(slot)
+            row = self._node.board_row(slot.rank)
             if slot.is_present and 0 < row[Field.APPLIED] < FINISHED:
                 self._busy_shares.note(slot.rank, Phase(row[Field.PHASE]))
         status = self._compose(state)
@@ -219,7 +219,7 @@ class StatusPublisher:
         return RunStatus(
             run_id=node.config.run_id or node.run.path.name,
             state=state,
-            generation=job.generation,
+            generation=node.generation,
             world_size=job.settings.world_size,
             agent_pid=os.getpid(),
             started_at=self._started_at,
@@ -276,9 +276,9 @@ class StatusPublisher:
         return protection_of(node.job, unseen, unchecked, self._incidents.not_proved.unrecorded)
 
 
-def _cost(node: Node, slots: Sequence[Process | Row]) -> CostStatus | None:
+def _cost(node: Agent, slots: Sequence[Process | Row]) -> CostStatus | None:
     """What protection takes of a step; None while no rank here has measured it."""
-    rows = [node.board_row(slot)[Field.COST :] for slot in slots if slot.is_present or slot.is_finished]
+    rows = [node.board_row(slot.rank)[Field.COST :] for slot in slots if slot.is_present or slot.is_finished]
     measured = [row for row in rows if row[0]]
     if not measured:
         return None
@@ -286,8 +286,8 @@ def _cost(node: Node, slots: Sequence[Process | Row]) -> CostStatus | None:
     return CostStatus(step_s, dict(zip(PARTS, parts, strict=True)))
 
 
-def _rank(node: Node, slot: Process | Row, has_ended: bool, busy_shares: BusyShares) -> RankStatus:
-    row = node.board_row(slot)
+def _rank(node: Agent, slot: Process | Row, has_ended: bool, busy_shares: BusyShares) -> RankStatus:
+    row = node.board_row(slot.rank)
     phase = Phase(row[Field.PHASE])
     is_away = slot.rank in node.job.away
     if slot.is_finished:
@@ -323,14 +323,14 @@ def _ended(rank: RankStatus, exit_code: int | None) -> RankStatus:
     return replace(rank, state="lost" if exit_code else "finished")
 
 
-def is_seen(node: Node, slot: Process | Row) -> bool:
+def is_seen(node: Agent, slot: Process | Row) -> bool:
     """Whether a rank's hooks have been heard in its present process, and it has passed a step under them."""
-    row = node.board_row(slot)
+    row = node.board_row(slot.rank)
     is_on_its_way = Phase(row[Field.PHASE]) in (Phase.REPLAYING, Phase.REPAIRING)
     return slot.is_protected and row[Field.APPLIED] > 0 and not is_on_its_way
 
 
-def _protection_of_rank(node: Node, slot: Process | Row) -> str:
+def _protection_of_rank(node: Agent, slot: Process | Row) -> str:
     job = node.job
     own = job.alone.get(slot.rank)
     if own is not None and own.unprotected_reason:

@@ -33,6 +33,8 @@ _LINE_CHARACTERS = 100
 _OURS = str(Path(__file__).resolve().parents[2])
 _LEFT_OUT = (_OURS + os.sep, "<frozen importlib")
 _NOT_THE_USERS = (_OURS + os.sep, sysconfig.get_path("stdlib") + os.sep, "<frozen", "<string>")
+_FLIGHT_RECORDER = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_FLIGHT_RECORDS = "/tmp/nccl_trace_rank_"  # the default of torch
 # faulthandler's lines, and py-spy's.
 _FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _SPIED = re.compile(r"^ +(?P<name>\S.*) \((?P<file>[^()]+):(?P<line>\d+)\)$")
@@ -211,3 +213,16 @@ def _read(fd: int) -> str:
     with contextlib.suppress(OSError):
         return os.pread(fd, 1 << 18, 0).decode(errors="replace").lstrip("\0")
     return ""
+
+
+def flight_records(ranks: list[int], since_s: float) -> list[str]:
+    """Files of NCCL's flight recorder that were written since then. They are pickled: nothing here reads them.
+
+    since_s   Unix time
+    """
+    prefix = next((os.environ[name] for name in _FLIGHT_RECORDER if name in os.environ), _FLIGHT_RECORDS)
+    return [
+        str(path)
+        for path in (Path(f"{prefix}{rank}") for rank in ranks)
+        if path.is_file() and path.stat().st_mtime >= since_s
+    ]

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ttprun import recovery
-from ttprun.agent.node.stored_states import Stored, open_checkpoint, rank_file
+from ttprun.agent.base.stored_states import Stored, open_checkpoint, rank_file
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError, records_up_to, why_not_replayable
 from ttprun.capture.values.gaps import refusals
 from ttprun.config import Config
@@ -26,6 +26,7 @@ from ttprun.errors import ConfigError, counted, in_short
 from ttprun.observe.console import ProgressLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status
+from ttprun.recovery.replicas import Replicas
 from ttprun.state.checkpoint import Checkpoint, fingerprint, inspect, note, why_passed_over
 from ttprun.state.files import InvalidCheckpointError
 from ttprun.state.store import CheckpointStore, last_written_first
@@ -190,10 +191,10 @@ class Resumption:
         what_differs = (
             f"is of {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, and this job has {self._world_size}"
         )
-        if stored.replicas.differing and manifest.world_size != self._world_size:
+        if stored.owners and manifest.world_size != self._world_size:
             raise ConfigError(
                 f"checkpoint '{checkpoint.path}' {what_differs}; its ranks held different values of "
-                f"{in_short(stored.replicas.all_names)}, and only the script knows how to divide them",
+                f"{in_short(replicas_of(stored).all_names)}, and only the script knows how to divide them",
                 f"start {counted(manifest.world_size, 'rank')}, or give --resume off to start anew",
             )
         if is_adapted:
@@ -221,6 +222,11 @@ class Resumption:
             folders = [folder, *map(Path, self._config.user_paths)]
             self._fingerprint = fingerprint(self._words, self._world_size, folders)
         return self._fingerprint
+
+
+def replicas_of(stored: Stored) -> Replicas:
+    """Which ranks held the same, as far as a snapshot or checkpoint says so."""
+    return Replicas(differing=stored.owners, names=stored.names)
 
 
 def check_records(stored: Stored, world_size: int, config: Config) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""State that ranks can go back to: memory that outlives them, snapshots in it, and checkpoints on disk.
+"""State that ranks can go back to: in memory that outlives them, and in checkpoints on disk.
 
 A rank's own part (its records, and what the replay asks of them) is packed with msgpack; what replicas share lies in
 files of tensors, and `header` says what they hold together. New pages of memory cost several times what is copied into
@@ -20,8 +20,6 @@ from msgspec import Struct, ValidationError, convert
 
 from ttprun.capture.records.recorder import RecordTooLargeError
 from ttprun.errors import ConfigError
-from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
-from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.files import InvalidCheckpointError
 from ttprun.tensors.memory import free_bytes
@@ -69,6 +67,7 @@ def _take(files: list[int], size_bytes: int) -> None:
 
 
 STATE_FILE = "state.msgpack"
+NO_RECORD = "there is no record of that step"
 # What says that nothing can be loaded.
 UNUSABLE = (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError)
 
@@ -105,7 +104,8 @@ class Stored:
     arguments  with which the script was started, itself the first
     header     of the tensors, as the ranks describe what they hold
     headers    the same by rank, if they describe it differently
-    replicas   which of them held the same
+    owners     by key of a tensor that not all ranks hold alike: by rank, the lowest one that held the same
+    names      of those, for people
     files      paths of the files with the tensors, readable by the ranks
     rank_part  gives a rank's own part, as `Recorder.restore` takes it; raises InvalidCheckpointError if it cannot be
                read
@@ -124,7 +124,8 @@ class Stored:
     checked_s: float = 0.0
     origin: Origin | None = None
     headers: Mapping[int, list[Any]] = field(default_factory=dict)
-    replicas: Replicas = UNKNOWN
+    owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     is_in_recorder: bool = False
     without: tuple[str, ...] = ()
 
@@ -142,7 +143,6 @@ def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
         return _unpacked(checkpoint.file(rank_file(rank)), _RankFile)
 
     tensors = (str(checkpoint.file(name)) for name in manifest.files if name.endswith(".safetensors"))
-    differing = {key: tuple(owners) for key, owners in state.owners.items()}
     return Stored(
         manifest.boundary,
         str(checkpoint.path),
@@ -152,7 +152,8 @@ def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
         rank_part,
         checked_s,
         headers=state.headers,
-        replicas=Replicas(differing=differing, names=state.names),
+        owners={key: tuple(owners) for key, owners in state.owners.items()},
+        names=state.names,
     )
 
 
@@ -183,78 +184,3 @@ def _unpacked(path: Path, kind: type[Struct]) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError, ValidationError):
         raise InvalidCheckpointError(f"{path.name} is damaged: it is not what was packed") from None
     return content
-
-
-_BUFFERS = 2
-
-
-def new_buffers(here: int) -> list[SnapshotBuffer]:
-    """Memory for the snapshots of so many ranks of this node; those of other nodes write to nothing here."""
-    return [SnapshotBuffer(new_memory("snapshot", here), new_memory("snapshot", here)) for _ in range(_BUFFERS)]
-
-
-@dataclass
-class SnapshotBuffer:
-    """Memory for one snapshot: two memfds for each rank.
-
-    records, shares   by local rank: its own part, and its share of what replicas hold
-    reports           what the ranks have reported of it
-    replicas          which ranks held the same when it was taken
-    is_asked          ranks have the order to write here, and may do so at any moment
-    is_read           it is being written to disk
-    """
-
-    records: list[int] = field(default_factory=list)
-    shares: list[int] = field(default_factory=list)
-    boundary: int = 0
-    reports: dict[int, SnapshotTaken] = field(default_factory=dict)
-    replicas: Replicas = UNKNOWN
-    is_asked: bool = False
-    is_read: bool = False
-
-    @property
-    def written(self) -> dict[int, Share]:
-        """The ranks' shares, by local rank."""
-        return {rank: report.share for rank, report in self.reports.items() if report.share is not None}
-
-    @property
-    def first(self) -> Share:
-        """The first share, which has what only one rank writes."""
-        return next(share for share in self.written.values() if share.share == 0)
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the whole snapshot."""
-        return sum(report.records_bytes + self.written[rank].bytes for rank, report in self.reports.items())
-
-    @property
-    def headers(self) -> dict[int, list[Any]]:
-        """By rank, what they hold; empty if all hold the same."""
-        return {rank: share.header for rank, share in self.written.items()} if self.replicas.differing else {}
-
-    def as_stored(self) -> Stored:
-        """What ranks can go back to. They read it through this process, which holds the descriptors."""
-        files = tuple(path_of(fd) for fd in self.shares)
-        return Stored(
-            self.boundary,
-            "shared memory",
-            (),
-            self.first.header,
-            files,
-            self._rank_part,
-            headers=self.headers,
-            replicas=self.replicas,
-        )
-
-    def _rank_part(self, rank: int) -> dict[str, Any]:
-        fd = self.records[rank]
-        return unpack(os.pread(fd, os.fstat(fd).st_size, 0))
-
-    def paths_for(self, local_rank: int) -> tuple[str, str]:
-        """Where a rank puts its records and its share."""
-        return path_of(self.records[local_rank]), path_of(self.shares[local_rank])
-
-    def close(self) -> None:
-        """Give the memory back."""
-        for fd in (*self.records, *self.shares):
-            os.close(fd)

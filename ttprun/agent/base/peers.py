@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ttprun.agent.between.spare_pool import HUNG_UP, SparePool, retransmit_soon
+from ttprun.agent.base.spare_pool import HUNG_UP, SparePool, retransmit_soon
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, encode

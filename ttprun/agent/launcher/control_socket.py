@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import assert_never, get_args
 
 from ttprun import recovery
+from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.agent.lead.writer import CheckpointWriter
-from ttprun.agent.node import stack_reports
-from ttprun.agent.node.node import Node
-from ttprun.chaos.faults import parse_fault
+from ttprun.agent.node.eyes import NodeEyes
+from ttprun.chaos.faults import Fault, parse_fault
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import Refused, decode_fields, encode
@@ -151,25 +151,32 @@ class ControlSocket:
 
 @dataclass
 class Requests:
-    """Answers requests."""
+    """Answers requests.
 
-    node: Node
+    inject, eyes, repairs   of the present group of ranks; None: there was none yet
+    """
+
+    node: Agent
     checkpoint_writer: CheckpointWriter
     quiesce_schedule: QuiesceSchedule
     stack_reports: int = 0
+    inject: Callable[[Fault], str] | None = None
+    eyes: NodeEyes | None = None
+    repairs: Repairs | None = None
 
-    def answer(self, request: Request, repairs: Repairs | None) -> Reply:
-        """The reply to a request. Raises ValueError if it cannot be carried out.
+    def take_group(self, inject: Callable[[Fault], str], eyes: NodeEyes, repairs: Repairs) -> None:
+        """All ranks are new."""
+        self.inject, self.eyes, self.repairs = inject, eyes, repairs
 
-        repairs   of the present group of ranks; None: there was none yet
-        """
+    def answer(self, request: Request) -> Reply:
+        """The reply to a request. Raises ValueError if it cannot be carried out."""
         match request:
             case InjectFault(fault=fault):
                 return self._inject_fault(fault)
             case SaveNow():
                 return self._checkpoint_now()
             case Recall():
-                return self._call_back(repairs)
+                return self._call_back()
             case TakeStacks():
                 return self._take_stacks()
             case _:
@@ -180,15 +187,17 @@ class Requests:
             return Rejected("this run was started without --allow-faults")
         if self.node.verdict is not None:
             return Rejected("the run has ended")
-        return Accepted(self.node.role.inject(parse_fault(fault)))
+        if self.inject is None:
+            raise ValueError("the ranks have not been started yet")
+        return Accepted(self.inject(parse_fault(fault)))
 
     def _checkpoint_now(self) -> Reply:
         """Have a checkpoint written, at a boundary from which a run can resume if one comes soon."""
         node, job = self.node, self.node.job
         if node.verdict is not None:
             why_not = "the run has ended"
-        elif node.role.asked_elsewhere:
-            why_not = f"ask on {node.role.asked_elsewhere}, whose agent leads"
+        elif node.peers.is_follower:
+            why_not = f"ask on {node.peers.leaders_name}, whose agent leads"
         elif node.is_broken:
             why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
         elif node.config.mindio:
@@ -209,15 +218,16 @@ class Requests:
             return Rejected("the run has ended")
         before = self.stack_reports
         self.stack_reports += 1
-        stack_reports.write_when_taken(self.node, self.stack_reports)
+        if self.eyes is not None:
+            self.eyes.write_when_taken(self.stack_reports)
         elsewhere = [slot.rank for slot in self.node.slots if not slot.is_here]
         what = f"ranks {in_short(list(map(str, elsewhere)))} are on other nodes: ask there" if elsewhere else ""
         return Accepted(what, after=before)
 
-    def _call_back(self, repairs: Repairs | None) -> Reply:
+    def _call_back(self) -> Reply:
         """Have the ranks that are away train again."""
         ranks = ", ".join(map(str, self.node.job.away))
         if self.node.verdict is not None:
             return Rejected("the run has ended")
-        why_not = "no rank is away" if repairs is None else repairs.call_back("ttprun recall")
+        why_not = "no rank is away" if self.repairs is None else self.repairs.call_back("ttprun recall")
         return Rejected(why_not) if why_not else Accepted(f"rank {ranks} called back")

@@ -1,0 +1,186 @@
+"""What this node has of its ranks' states, beside their processes: memory that outlives them. Begin with `Memory`.
+
+A rank that is alone writes to its two places in turns and says on the board which is newest
+(`ttprun.tensors.own_state`). Its records of the newest boundaries are in its recorder anyway; those of an older one it
+has written out beside its tensors. Of the ranks of the node before it a node keeps copies of the records: when that
+node is lost, they cross to the one that takes its slots. A lost rank's record must have the fingerprint of the rank
+that repairs it. What ranks mirror is in `mirrors.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import zlib
+from typing import Any
+
+import msgpack
+
+from ttprun.agent.base import stored_states
+from ttprun.agent.base.stored_states import Stored, path_of, unpack
+from ttprun.agent.node.node import Node
+from ttprun.agent.node.process import Process
+from ttprun.capture.records.packing import pack
+from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder, records_up_to
+from ttprun.protocol import to_rank
+from ttprun.protocol.board import Field
+from ttprun.protocol.reason import Reason
+from ttprun.tensors.own_state import HEADER, split
+
+_PLACES = 2
+_LENGTH_BYTES = 8  # of the header of a file of safetensors
+Place = tuple[list[int], list[int]]  # by local rank: descriptors of its records, and of its tensors
+
+
+def _new_places(name: str, here: int) -> list[Place]:
+    new = stored_states.new_memory
+    return [(new(name, here), new(name, here)) for _ in range(_PLACES)]
+
+
+def _paths(places: list[Place], local_rank: int) -> list[tuple[str, str]]:
+    return [(path_of(records[local_rank]), path_of(tensors[local_rank])) for records, tensors in places]
+
+
+class Memory:
+    """Of each rank of a node, memory for its own state and for snapshots, and what is kept of the node before.
+
+    snapshots   places for two; whoever decides on them closes them, as they may be on their way to the disk
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._own = _new_places("own-state", len(node.here))
+        self.snapshots = _new_places("snapshot", len(node.here))
+
+    def close(self) -> None:
+        """The ranks are gone: give the memory back."""
+        for records, tensors in self._own:
+            for fd in (*records, *tensors):
+                os.close(fd)
+
+    def snapshots_of(self, local_rank: int) -> list[tuple[str, str]]:
+        """Where a rank puts its part of each snapshot."""
+        return _paths(self.snapshots, local_rank)
+
+    # A rank's own state.
+
+    def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
+        """Where a rank may keep its own state; nowhere, if nobody would go back to it."""
+        if self._node.rungs.isdisjoint(("replace", "rewind", "persist")) or self._node.interval.is_never:
+            return []
+        return _paths(self._own, local_rank)
+
+    def newest(self, rank: int) -> int | None:
+        """The newest boundary that a process for this rank, which has none now, can go back to; None: there is none."""
+        boundary, place = split(self._node.board.get(rank, Field.OWN_STATE))
+        if not boundary or not self._node.is_here(rank):
+            return None
+        slot = self._node.process(rank)
+        try:
+            is_there = self._is_in_recorder(slot, boundary) or self._records(slot, place)["records"][-1][0] == boundary
+        except (OSError, ValueError, LookupError):
+            return None
+        return boundary if is_there else None
+
+    def stored(self, rank: int, boundary: int) -> Stored | None:
+        """What a rank has kept of a boundary; None if it is not the newest that it keeps."""
+        newest, place = split(self._node.board.get(rank, Field.OWN_STATE))
+        if newest != boundary:
+            return None
+        slot = self._node.process(rank)
+        tensors = self._own[place][1][slot.local_rank]
+        return Stored(
+            boundary,
+            "shared memory",
+            (),
+            _header_of(tensors),
+            (path_of(tensors),),
+            lambda _: self._records(slot, place),
+            is_in_recorder=self._is_in_recorder(slot, boundary),
+        )
+
+    def void(self, rank: int) -> None:
+        """The rank begins anew."""
+        self._node.board.set(rank, Field.OWN_STATE, 0)
+
+    def _is_in_recorder(self, slot: Process, boundary: int) -> bool:
+        try:
+            records_up_to(self._node.recorder_of(slot), boundary)
+        except KeyError:
+            return False
+        return True
+
+    def _records(self, slot: Process, place: int) -> dict[str, Any]:
+        fd = self._own[place][0][slot.local_rank]
+        return unpack(os.pread(fd, os.fstat(fd).st_size, 0))
+
+    # Records.
+
+    def fingerprint_of(self, rank: int, boundary: int) -> str:
+        """A hash of what replicas have alike in a rank's record; "" if it has left no record of the boundary."""
+        record = self._node.recorded(self._node.process(rank), boundary)
+        if record is None:
+            return ""
+        return hashlib.sha256(pack([record.weights, record.held, record.stepped])).hexdigest()
+
+    def own_part(self, rank: int, boundary: int) -> bytes:
+        """What a checkpoint has of a rank alone: of this node, or of the one before it, whose records this one keeps.
+
+        boundary   of the checkpoint
+        returns    msgpack of its records
+
+        Raises KeyError if there is no record of the boundary.
+        """
+        node = self._node
+        recorder = node.recorder_of(node.process(rank)) if node.is_here(rank) else self._kept_of(rank)
+        packed: bytes = msgpack.packb(recorder.export(boundary))
+        return packed
+
+    def give(self, rank: int) -> str:
+        """What this node keeps of a rank of the node before it; "" if that is nothing."""
+        kept = self._kept_of(rank)
+        if kept.newest == NO_BOUNDARY:
+            return ""
+        return base64.b64encode(zlib.compress(msgpack.packb(kept.export(kept.newest)), 1)).decode()
+
+    def take(self, slot: Process, part: str) -> None:
+        """Let a slot of this node be as the lost rank has left it.
+
+        slot   which has been given to this node
+        part   as `give` of the node that keeps the copies returns it, not ""
+
+        Raises RecordTooLargeError.
+        """
+        recorder = self._node.new_recorder(slot)
+        recorder.restore(msgpack.unpackb(zlib.decompress(base64.b64decode(part)), strict_map_key=False))
+        newest = recorder.newest
+        slot.take_place_of_lost(newest)
+        for column in (Field.RECORDED, Field.APPLIED):
+            self._node.board.set(slot.rank, column, newest)
+
+    def _kept_of(self, rank: int) -> Recorder:
+        node = self._node
+        return node.copies_in(node.process((rank + len(node.here)) % node.world_size))
+
+
+def why_not_alike(order: to_rank.Replay, mine: str) -> Reason:
+    """Why a lost rank's record shows that it was no replica of its source; "" if it was.
+
+    mine   the fingerprint of the lost rank's record
+    """
+    if not mine:
+        return Reason("not-compared", f"rank {order.rank} has left no record of boundary {order.boundary}")
+    if order.fingerprint is None or mine == order.fingerprint:
+        return Reason()
+    differ = f"rank {order.rank} and rank {order.source} held different weights at boundary {order.boundary}"
+    return Reason("other-weights", f"{differ}: they do not replicate each other")
+
+
+def _header_of(fd: int) -> list[Any]:
+    """What the tensors of a file are, as `ttprun.tensors.replicated` describes them."""
+    size = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
+    stored = json.loads(os.pread(fd, size, _LENGTH_BYTES))
+    header: list[Any] = json.loads(stored["__metadata__"][HEADER])
+    return header
