@@ -4,6 +4,7 @@
     scripts/gpu_check.sh --share-gpu            all ranks on the first GPU, whatever there is
     scripts/gpu_check.sh --minutes 8            nothing lasts longer (default 12)
     scripts/gpu_check.sh --only B C             some of the parts
+    scripts/gpu_check.sh --questions            parts A and J alone: what only a card can say (Q1 to Q9)
     scripts/gpu_check.sh --device npu           on the simulated NPU of the tests (or GPU_CHECK_DEVICE=npu)
     scripts/gpu_check.sh --device cpu           on the CPU, to see that this check itself works
 
@@ -53,7 +54,7 @@ PARTS = (
     Part("G", "seconds from a kill to the next step", 150, True, timing.times),
     Part("H", "texts of errors", 120, False, device_facts.errors),
     Part("I", "a captured all_reduce", 90, False, device_facts.capture),
-    Part("J", "a stream that waits for the host", 60, True, device_facts.stream_waits),
+    Part("J", "streams that wait for a word, and what the host's waits cost", 600, True, facts.ask_gates),
     Part("K", "scripts of four kinds", 240, False, jobs.styles),
 )
 CORES_A_TASK = 1.5  # two ranks that mostly wait; seen on 16 cores: 9 and 12 at once
@@ -91,6 +92,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default=kind, choices=["cuda", "npu", "cpu"])
     parser.add_argument("--share-gpu", action="store_true", help="all ranks on the first GPU; implied if there is one")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=[part.letter for part in PARTS])
+    parser.add_argument("--questions", action="store_const", dest="only", const=["A", "J"], help="--only A J")
     parser.add_argument("--minutes", type=float, default=12.0, help="in all (default 12)")
     parser.add_argument("--report", type=Path, default=Path("gpu_check.md"), help="its JSON lies beside it")
     parser.add_argument("--beside", type=int, help=f"tasks at once (default: one for {CORES_A_TASK} cores)")

@@ -1,13 +1,7 @@
-"""Parts H, I and J: texts of real errors, a captured all-reduce, a stream that waits for the host.
-
-Begin with `errors`, `capture`, `stream_waits`.
-"""
+"""Parts H and I: texts of real errors, a captured all-reduce. Begin with `errors`, `capture`."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -70,27 +64,3 @@ def _capture(place: Place, limit_s: float) -> Iterator[Row]:
     )
     details = (*last_words(ours.folder), *last_words(theirs.folder)) if wrong else ()
     yield Row("a captured all_reduce", "FAILED" if wrong else "ok", outcome, details)
-
-
-def stream_waits(place: Place) -> list[Task] | str:
-    """Part J: cuStreamWaitValue32."""
-    if place.kind != "cuda":
-        return "it needs a GPU"
-    return [Task("a stream that waits for the host", 60, _stream_waits)]
-
-
-def _stream_waits(limit_s: float) -> Iterator[Row]:
-    command = [sys.executable, str(HERE / "stream_wait.py")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        out, err = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate(timeout=10)
-    for line in out.splitlines():
-        if line.startswith("FACT "):
-            fact = json.loads(line.removeprefix("FACT "))
-            yield Row(fact["what"], "seen", fact["found"], values=fact["values"])
-    if process.returncode:
-        how = f"ended with {process.returncode}, or after {limit_s:.0f} s"
-        yield Row("a stream that waits for the host", "FAILED", how, tuple(err.splitlines()[-8:]))

@@ -1,4 +1,4 @@
-"""Part B: what torch and NCCL really do, without ttprun. Begin with QUESTIONS.
+"""Parts B and J: what torch and NCCL really do, without ttprun. Begin with QUESTIONS and GATES.
 
 Each question is asked in two fresh processes with a limit of its own, so one that hangs costs its limit alone.
 """
@@ -26,6 +26,7 @@ from parts import Place, Row, Task
 from ttprun.device.environment import NCCL_VARIABLES
 
 RANKS = Path(__file__).with_name("fact_ranks.py")
+GATE_RANKS = Path(__file__).with_name("gate_ranks.py")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _INTERESTING = re.compile(r"ncclRemoteError|ncclInternalError|ncclSystemError|NCCL error|DistBackendError|terminate")
@@ -43,10 +44,11 @@ _NCCL = ("nccl",)
 class Question:
     """One question, as it is asked once.
 
-    ask          a key of fact_ranks.QUESTIONS
+    ask          a key of QUESTIONS of its program
     environment  further variables of both ranks
     backends     that it makes sense for
     named        what is special about it this time
+    program      whose processes ask it
     """
 
     number: str
@@ -56,6 +58,7 @@ class Question:
     named: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     backends: tuple[str, ...] = ("nccl", "hccl", "gloo")
+    program: Path = RANKS
 
     @property
     def name(self) -> str:
@@ -89,12 +92,37 @@ QUESTIONS = [
     Question("B6", "never came", 50, "shutdown", backends=_NCCL),
 ]  # fmt: skip
 
+_ON_CARDS = ("nccl", "gloo")
+GATES = [
+    Question("Q1", "abort under a gate", 60, "alone", backends=_ON_CARDS, program=GATE_RANKS),
+    Question("Q1", "abort under a gate", 60, "a second one behind the gate", backends=_ON_CARDS, program=GATE_RANKS),
+    Question("Q3", "first launch behind a gate", 30, backends=_ON_CARDS, program=GATE_RANKS),
+    Question("Q4", "memory given back", 20, backends=_ON_CARDS, program=GATE_RANKS),
+    Question("Q5", "opened on the device", 30, backends=_ON_CARDS, program=GATE_RANKS),
+    Question("Q6", "price of waits", 150, backends=_ON_CARDS, program=GATE_RANKS),
+    Question("Q7", "small collective", 20, backends=_ON_CARDS, program=GATE_RANKS),
+    Question("Q8", "mirror in shared memory", 60, backends=_ON_CARDS, program=GATE_RANKS),
+    *(
+        Question("Q9", "damage by an abort", 30, named=f"{count} of 3", backends=_ON_CARDS, program=GATE_RANKS)
+        for count in (1, 2, 3)
+    ),
+]
+
 
 def ask_all(place: Place) -> list[Task]:
     """Part B."""
+    return _tasks(QUESTIONS, place)
+
+
+def ask_gates(place: Place) -> list[Task] | str:
+    """Part J: would a gate on the stream do in place of a blocked host, and what do the host's waits cost?"""
+    return _tasks(GATES, place) or "no abort ends an operation there"
+
+
+def _tasks(questions: list[Question], place: Place) -> list[Task]:
     return [
         Task(question.name, question.limit_s, partial(ask, question, place))
-        for question in QUESTIONS
+        for question in questions
         if place.backend in question.backends
     ]
 
@@ -121,7 +149,13 @@ def _ask(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, str(RANKS), f"--ask={question.ask}", f"--variant={question.variant}", f"--port={port}"]
+    words = [
+        sys.executable,
+        str(question.program),
+        f"--ask={question.ask}",
+        f"--variant={question.variant}",
+        f"--port={port}",
+    ]
     words += [f"--device={place.kind}", f"--backend={place.backend}", f"--folder={folder}"]
     words += ["--share"] if place.shares else []
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_NCCL_")}

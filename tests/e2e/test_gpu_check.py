@@ -40,7 +40,7 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
 def test_facts_of_torch_and_the_error_of_a_lost_peer_are_reported(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
 
-    done = check(report, "--device=cpu", "--only", "A", "B", "H", "I", "J")
+    done = check(report, "--device=cpu", "--only", "A", "B", "H", "I")
 
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(report)
@@ -49,6 +49,20 @@ def test_facts_of_torch_and_the_error_of_a_lost_peer_are_reported(tmp_path: Path
     assert rows["a peer is killed, gloo"]["values"]["fault"] == "link"
     assert rows["a captured all_reduce"]["verdict"] == "left out"
     assert "## B. torch and NCCL without ttprun (" in report.read_text(encoding="utf-8")
+
+
+def test_the_questions_for_a_card_can_be_asked_of_the_processor(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+
+    done = check(report, "--device=cpu", "--questions")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(report)
+    assert {what.split()[0] for what in rows if what[0] == "Q"} == {f"Q{number}" for number in (1, 3, 4, 5, 6, 7, 8, 9)}
+    assert rows["Q1 abort under a gate alone: what is behind the gate"]["values"]["holds"]
+    assert rows["Q1 abort under a gate alone: what is behind the gate then"]["values"]["runs"]
+    assert rows["Q5 opened on the device: a gate whose operation has succeeded opens"]["values"]["n"] == 20
+    assert rows["Q5 opened on the device: a gate whose operation has failed opens"]["values"]["n"] == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so run the check itself")
