@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun import torch_versions
 from ttprun.capture.records.recorder import Recorder
-from ttprun.groups import inputs as gathers_of_groups
-from ttprun.groups.inputs import TRUSTED_AFTER, GatheredInput
+from ttprun.groups import gathers as gathers_of_groups
+from ttprun.groups.gathers import GatheredInput
+from ttprun.groups.inputs import TRUSTED_AFTER
 from ttprun.groups.journal import Journal
 from ttprun.groups.operations import Entry
 from ttprun.introspect.current_rank import INPUT, current

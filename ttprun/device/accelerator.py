@@ -88,6 +88,12 @@ def wait_on(event: Any) -> None:
     event.wait()
 
 
+def use_here(tensor: Any) -> None:
+    """The current stream reads a tensor that another one has made: its memory is not given away before that."""
+    if (stream := current_stream()) is not None:
+        tensor.record_stream(stream)
+
+
 def is_capturing() -> bool:
     """Whether this thread's work is being captured in a graph, which the script then runs without our hooks."""
     device = in_use()

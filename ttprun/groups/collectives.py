@@ -134,7 +134,7 @@ def _answer(call: Call) -> bool:
     outputs = entry.outputs
     is_on_host = not outputs or outputs[0].is_cpu
     call.is_kept = session.world_size > 1 and not session.unprotected
-    if entry.op in GATHERING and is_on_host:
+    if entry.op in GATHERING:
         call.caller, call.is_lent = model_tensors.fsdp_caller()
         entry.is_passing = call.caller is not None
     if call.is_kept and not entry.is_passing and (is_on_host or not is_apart):
@@ -268,7 +268,7 @@ def issue_again(session: Rank, entry: Entry) -> Any:
     again = entry.input.made_again()
     saved = {id(tensor): copy for tensor, copy in zip(entry.own_inputs, again, strict=bool(again))}
     for tensor in tensors_in(entry.args):
-        scratch[id(tensor)] = saved[id(tensor)].clone() if id(tensor) in saved else _empty_like(tensor)
+        scratch[id(tensor)] = saved[id(tensor)].clone() if id(tensor) in saved else _empty_like(tensor, entry.device)
     return call_or_take(session, entry, with_tensors_replaced(entry.args, scratch))
 
 
@@ -333,9 +333,9 @@ def unpack_given(entry: Entry) -> None:
     entry.given = None
 
 
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a result that nobody reads; of a tensor that was dropped, on the CPU."""
-    return torch.empty_like(tensor, device="cpu") if tensor.is_meta else torch.empty_like(tensor)
+def _empty_like(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Memory for a result that nobody reads; of a tensor that was dropped, where that was."""
+    return torch.empty_like(tensor, device=device if tensor.is_meta else None)
 
 
 _NUMBERS = {op: OPERATION_NAMES.index(op) for op in ("send", "recv")}

@@ -127,13 +127,16 @@ class Journal:
     def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
         """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
 
-        An input that the entry has already is not copied. The outputs count too: the entry keeps them alive.
+        An input that the entry has already is not copied, and does not count if it is made again. The outputs count
+        too, as the entry keeps them alive; not if they are dropped soon.
 
         inputs   any dtype, shape, layout and device; a copy is on the same device
         """
         outputs = entry.outputs
-        size = size_of(inputs[0]) if len(inputs) == 1 else sum(map(size_of, inputs))
-        if outputs and not (inputs and inputs[0] is outputs[0]):
+        size = 0
+        if entry.input is NOTHING or entry.input.is_borrowed:
+            size = size_of(inputs[0]) if len(inputs) == 1 else sum(map(size_of, inputs))
+        if outputs and not entry.is_passing and not (inputs and inputs[0] is outputs[0]):
             size += sum(map(size_of, outputs))
         if not self.reserve(entry, size):
             return False

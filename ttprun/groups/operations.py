@@ -16,8 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import elements_of
+from ttprun.protocol.reason import Reason
 
+JOURNAL_FULL = Reason("journal-full", "the journal of one step has reached journal_limit_mib")
 # operation: (argument that holds the inputs, argument that holds the outputs)
 OPERATIONS = {
     "allreduce": (0, 0),
@@ -196,6 +199,22 @@ class Input:
 NOTHING = Input(())
 
 
+class NotHeld(Input):
+    """An input for which the journal had no room: the operation cannot be issued again."""
+
+    def put_back(self, own: Sequence[Tensor]) -> None:
+        """Raises NotRepairableError."""
+        self.made_again()
+
+    def made_again(self) -> Sequence[Tensor]:
+        """Raises NotRepairableError."""
+        raise NotRepairableError(JOURNAL_FULL)
+
+    def count_nans(self) -> str:
+        """Nothing is known of it."""
+        return ""
+
+
 class _Over:
     """The work of an operation that has completed, without its tensors."""
 
@@ -229,6 +248,7 @@ class Entry:
     given       what another rank is sending in place of the operation: bytes of all outputs
     nan         "3 of 8 elements" if an input has NaN, else ""
     is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
+    device      of the tensors that were dropped
     is_settled  all members have completed it: its inputs are dropped, and it is not issued again
     at          place in the order in which this rank has issued its collectives
     is_apart    another thread's own (thread_collectives.py)
@@ -257,6 +277,7 @@ class Entry:
     given: Tensor | None = None
     nan = ""
     is_passing = False
+    device: torch.device | None = None
     is_settled = False
     is_apart = False
     begun = 0
@@ -329,6 +350,7 @@ class Entry:
     def _drop_tensors(self) -> None:
         """Keep the form of its tensors alone, and the copies of its inputs."""
         output, given, *options = self.args
+        self.device = given.device
         form = _form(1, given.shape, given.stride(), given.dtype)
         self.args = (_form(0, output.shape, output.stride(), output.dtype), form, *options)
         self.inner = _OVER

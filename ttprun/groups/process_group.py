@@ -26,14 +26,17 @@ from ttprun.device import accelerator
 from ttprun.groups import thread_collectives, torch_calls
 from ttprun.groups.collectives import ON_HOST, STAGES, Call, call_or_take, unpack_given
 from ttprun.groups.connection import Exchange, GroupMember
-from ttprun.groups.inputs import Buckets, Gathers
+from ttprun.groups.gathers import Gathers
+from ttprun.groups.inputs import Buckets
 from ttprun.groups.journal import EndedError, Journal
 from ttprun.groups.links import TRANSPORTS, Links
 from ttprun.groups.operations import (
     EXCHANGING,
+    JOURNAL_FULL,
     OPERATIONS,
     POINT_TO_POINT,
     Entry,
+    NotHeld,
     tensors_in,
 )
 from ttprun.groups.results import Results
@@ -48,6 +51,7 @@ from ttprun.protocol.reason import Reason
 
 signal_handlers.Now.is_in_engine = lambda: torch._C._current_graph_task_id() != -1
 living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # including those that the script has destroyed
+_SETTLED_AFTER = 16  # steps, until when it is known which ranks have replicas
 GLOO_ALONE: Mapping[str, str] = {"cpu": "gloo"}
 
 
@@ -255,14 +259,20 @@ class ManagedGroup(SeenByTorch):
         return is_kept
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
-        """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False."""
+        """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False.
+
+        Not in the first steps, as long as it is not known whether a rank has a replica: without one, FSDP2's inputs are
+        dropped as soon as all members have completed an operation, and most of what is held now would not be.
+        """
         if self.buckets.hold(entry):
             return True
-        if not self.session.parts[Journal].save(entry, inputs):
-            self.session.give_up_protection(
-                Reason("journal-full", "the journal of one step has reached journal_limit_mib")
-            )
-            return False
+        session, journal = self.session, self.session.parts[Journal]
+        if not journal.save(entry, inputs):
+            if journal.may_settle or entry.sends_copy or session.applied >= _SETTLED_AFTER:
+                session.give_up_protection(JOURNAL_FULL)
+                return False
+            entry.input = NotHeld((), entry.input.is_borrowed)
+            return True
         self.buckets.compare(entry)
         return True
 
