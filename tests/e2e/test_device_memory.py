@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_recovered_by, assert_same_outcome
@@ -49,3 +51,18 @@ def test_a_replacement_that_comes_before_the_lost_ones_memory_is_tried_again_and
     assert result.final == reference.final, result.story()
     assert all(incident["outcome"] == "recovered" for incident in result.incidents), result.story()
     assert "its device has no memory for it yet" in result.output, result.story()
+
+
+def test_fsdp2_with_more_weights_than_the_journal_may_hold_stays_protected_and_takes_no_more_memory(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    """64 MB of weights, 32 of which are a rank's; a step gathers and reduces 190 MB."""
+    arguments = ["--layout=fsdp2", "--width=212", "--blocks=16", "--steps=20", "--with=peak"]
+    reference = undisturbed(LAYOUTS, 2, script_args=arguments, device=NPU)
+
+    result = run_ttprun(LAYOUTS, 2, script_args=arguments, options=["--journal-limit-mib", "32"], device=NPU)
+
+    assert result.final == reference.final, result.story()
+    assert not [event for event in result.events if event["event"] == "rank_unprotected"], result.story()
+    ours, theirs = (int(re.findall(r"peak (\d+) bytes", "".join(run.stdout[0]))[0]) for run in (result, reference))
+    assert ours <= 1.02 * theirs

@@ -13,10 +13,11 @@ parser.add_argument("--out", default="out")
 parser.add_argument("--layout", choices=["ddp", "own", "fsdp2", "hsdp"], default="ddp")
 parser.add_argument("--backend", default="", help="'': the device's own")
 parser.add_argument(
-    "--with", dest="more", default="", help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise,times"
+    "--with", dest="more", default="", help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise,times,peak"
 )
 parser.add_argument("--steps", type=int, default=24)
 parser.add_argument("--width", type=int, default=128)
+parser.add_argument("--blocks", type=int, default=2)
 parser.add_argument("--share", action="store_true", help="all ranks use one GPU")
 args = parser.parse_args()
 more = set(filter(None, args.more.split(",")))
@@ -61,7 +62,7 @@ class Model(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.embed = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(args.blocks))
         self.norm = nn.BatchNorm1d(width) if "syncbn" in more else nn.Identity()
         self.head = nn.Linear(width, 64)
 
@@ -133,8 +134,10 @@ while done < args.steps:
             break
     epoch += 1
 
+if "peak" in more:
+    print(f"[rank {rank}] peak {torch.get_device_module(device).max_memory_allocated()} bytes", flush=True)
 state = {
-    name: (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
+    name: (getattr(value, "to_local" if "peak" in more else "full_tensor", lambda value=value: value)()).cpu()
     for name, value in model.state_dict().items()
 }
 if rank == 0:

@@ -30,6 +30,7 @@ SMALL_RESULT_BYTES = 64 << 10
 PATIENCE_S = 15.0
 # How long after the failure it is reported to the agent, which knows by then if a peer has died.
 REPORT_AFTER_S = 1.0
+_ENTRY_BYTES = 4 << 10  # at most, without its tensors
 # How often a waiting rank checks whether its operation was issued again: one that was cut may never end by itself.
 _LOOK_AGAIN = timedelta(seconds=0.25)
 # Steps after which unused spare buffers are freed; in the first ones after each. What DDP sends when it is made, and
@@ -127,13 +128,13 @@ class Journal:
     def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
         """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
 
-        An input that the entry has already is not copied, and does not count if it is made again. The outputs count
-        too, as the entry keeps them alive; not if they are dropped soon.
+        An input that the entry has already is not copied. The outputs count too, as the entry keeps them alive; not
+        if they are dropped soon. Where that leaves nothing, what an entry takes itself counts: a script may take no step.
 
         inputs   any dtype, shape, layout and device; a copy is on the same device
         """
         outputs = entry.outputs
-        size = 0
+        size = _ENTRY_BYTES
         if entry.input is NOTHING or entry.input.is_borrowed:
             size = size_of(inputs[0]) if len(inputs) == 1 else sum(map(size_of, inputs))
         if outputs and not entry.is_passing and not (inputs and inputs[0] is outputs[0]):

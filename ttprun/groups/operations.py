@@ -326,6 +326,11 @@ class Entry:
         return ranks
 
     @property
+    def is_soon_dropped(self) -> bool:
+        """Whether it reduces gradients of FSDP2, which holds its tensors for a moment."""
+        return self.is_passing and self.op in REDUCING
+
+    @property
     def own_inputs(self) -> list[Tensor]:
         """The tensors that the operation reads."""
         at, _ = OPERATIONS[self.op]

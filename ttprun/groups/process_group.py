@@ -261,14 +261,14 @@ class ManagedGroup(SeenByTorch):
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False.
 
-        Not in the first steps, as long as it is not known whether a rank has a replica: without one, FSDP2's inputs are
-        dropped as soon as all members have completed an operation, and most of what is held now would not be.
+        Not for FSDP2's reductions in the first steps, as long as it is not known whether a rank has a replica: without
+        one their inputs are dropped as soon as all members have completed them.
         """
         if self.buckets.hold(entry):
             return True
         session, journal = self.session, self.session.parts[Journal]
         if not journal.save(entry, inputs):
-            if journal.may_settle or entry.sends_copy or session.applied >= _SETTLED_AFTER:
+            if not entry.is_soon_dropped or session.applied >= _SETTLED_AFTER:
                 session.give_up_protection(JOURNAL_FULL)
                 return False
             entry.input = NotHeld((), entry.input.is_borrowed)
