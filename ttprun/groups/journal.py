@@ -129,7 +129,8 @@ class Journal:
         """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
 
         An input that the entry has already is not copied. The outputs count too, as the entry keeps them alive; not
-        if they are dropped soon. Where that leaves nothing, what an entry takes itself counts: a script may take no step.
+        if they are dropped soon. Where that leaves nothing, what an entry takes itself counts, as a script may take no
+        step.
 
         inputs   any dtype, shape, layout and device; a copy is on the same device
         """
