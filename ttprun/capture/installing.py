@@ -34,9 +34,9 @@ import torch
 from ttprun.capture import recording, values
 from ttprun.capture.data import loaders
 from ttprun.capture.effects import origins, output, script_files
-from ttprun.capture.host import Host, current
 from ttprun.capture.position import loops, made_inside
 from ttprun.introspect import fail_open, signal_handlers
+from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.patching import after_import
 
 
@@ -83,7 +83,7 @@ def wrap_save(original: Any) -> Any:
     return save
 
 
-def _take_away_later_rows(session: Host, writer: Any) -> None:
+def _take_away_later_rows(session: Rank, writer: Any) -> None:
     path, count = writer.metrics_file_path, getattr(writer, _ROWS, 0)
     script_files.forget_appends(session, path)
     if not count:

@@ -21,11 +21,11 @@ import torch
 from ttprun.capture import values
 from ttprun.capture.data import loaders
 from ttprun.capture.effects import file_answers, origins, script_files
-from ttprun.capture.host import Host
 from ttprun.capture.position import call_site, iterables, loops, made_inside
 from ttprun.capture.records.boundary_record import BoundaryRecord, PassRecord, ScriptState, read_head, read_state
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import fail_open, host_copies, random_state
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.tensor_bytes import bytes_of, plain_together
 from ttprun.protocol.reason import Reason
 
@@ -62,7 +62,7 @@ NOTHING_BESIDE = Beside(b"", b"", False, [], {}, [], False)
 
 
 def describe(
-    host: Host,
+    host: Rank,
     boundary: int,
     frame: FrameType,
     steps: Steps,

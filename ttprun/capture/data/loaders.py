@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader
 
 from ttprun.capture.data import rest_of_epoch, workers
 from ttprun.capture.data.rest_of_epoch import fetched_ahead
-from ttprun.capture.host import current
 from ttprun.capture.position import placeholders
 from ttprun.capture.values import process_objects
 from ttprun.introspect.costs import DATA
+from ttprun.introspect.current_rank import current
 from ttprun.introspect.frames import location_key
 from ttprun.protocol.reason import Reason
 

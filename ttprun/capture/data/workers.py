@@ -35,7 +35,6 @@ from msgspec.structs import replace
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ttprun.capture import values
-from ttprun.capture.host import Host, current
 from ttprun.capture.records.nodes import PARTS, AnyNode, FrozensetNode, Node, SetNode
 from ttprun.capture.records.packing import SETTLED, unpack_as
 from ttprun.capture.records.recorder import WORKER_BATCHES, Recorder
@@ -43,7 +42,7 @@ from ttprun.capture.values import Snapshot, fingerprint, pack
 from ttprun.capture.values.large import SMALL_BYTES, digest_of
 from ttprun.capture.values.objects import is_of_user, restore_attributes
 from ttprun.introspect import children, random_state
-from ttprun.introspect.current_rank import BATCH
+from ttprun.introspect.current_rank import BATCH, Rank, current
 from ttprun.introspect.safe_reads import attributes_of, is_a, values_of
 from ttprun.introspect.tensor_bytes import unseen
 
@@ -197,7 +196,7 @@ def fingerprints(batch: Any) -> list[bytes]:
     return [digest_of(memoryview(pack(_in_order(node))))]
 
 
-def note_batch(session: Host, loader: str, batch: Any) -> None:
+def note_batch(session: Rank, loader: str, batch: Any) -> None:
     """Note a batch that a DataLoader returns; a replacement compares it with the lost rank's.
 
     loader   by which it is distinguished from other DataLoaders, the same in every rank

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from ttprun.capture.host import current
 from ttprun.introspect import fail_open
+from ttprun.introspect.current_rank import current
 from ttprun.introspect.frames import location_key
 from ttprun.introspect.ownership import has_muted_effects, is_script_code
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import xxhash
 
-from ttprun.capture.host import Host, current
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import signal_handlers
+from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.frames import location_key
 from ttprun.protocol.board import Field
 from ttprun.protocol.reason import Reason
@@ -109,7 +109,7 @@ class _NotedRaw(io.RawIOBase):
         text, begun.is_held = begun.text if begun.is_held else b"", False
         return text
 
-    def _noted(self, session: Host, raw: bytes) -> bytes:
+    def _noted(self, session: Rank, raw: bytes) -> bytes:
         """Note the lines that end in it; returns what is to be written, which may have been held."""
         boundary, begun = session.board.get(session.rank, Field.RECORDED), self._begun
         out = b""
@@ -129,7 +129,7 @@ class _NotedRaw(io.RawIOBase):
         begun.is_held = is_held and bool(rest)
         return out + (are_new if is_held else raw)
 
-    def _is_left_out(self, session: Host, boundary: int, line: bytes) -> bool:
+    def _is_left_out(self, session: Rank, boundary: int, line: bytes) -> bool:
         """Whether the lost rank has printed this line; else it is noted.
 
         A line of the main thread is known by the place in the script where it is printed: it may show a duration, or
@@ -210,7 +210,7 @@ class Diverted:
     The log is in memory, and lost afterwards, if the run's directory cannot be written.
     """
 
-    def __init__(self, session: Host) -> None:
+    def __init__(self, session: Rank) -> None:
         self._log = os.path.join(session.run_dir, "logs", f"replay-rank{session.rank}-gen{session.generation}.log")
         try:
             target = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

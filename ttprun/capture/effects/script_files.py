@@ -28,10 +28,10 @@ import xxhash
 
 from ttprun.capture.effects import file_answers, file_system
 from ttprun.capture.effects.file_answers import is_called_by_user
-from ttprun.capture.host import Host, current
 from ttprun.capture.position import user_code
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import fail_open, signal_handlers, stages
+from ttprun.introspect.current_rank import Rank, current
 from ttprun.protocol.board import Field, Phase
 
 _to_skip: dict[int, int] = {}  # path's key: bytes that the lost rank has written
@@ -42,7 +42,7 @@ def key_of(path: str) -> int:
     return xxhash.xxh3_64_intdigest(os.fsencode(path)) or 1
 
 
-def append(session: Host, key: int, data: Any, write_raw: Any) -> int:
+def append(session: Rank, key: int, data: Any, write_raw: Any) -> int:
     """Append to a file, without what the lost rank has appended.
 
     key        of its path, as `key_of` makes it
@@ -78,7 +78,7 @@ def resume_appends(recorder: Recorder, boundary: int) -> None:
         _to_skip[key] = size
 
 
-def forget_appends(session: Host, path: str) -> None:
+def forget_appends(session: Rank, path: str) -> None:
     """What the lost rank has appended to this file has been taken out of it."""
     key = key_of(os.path.abspath(path))
     if _to_skip.pop(key, 0):
@@ -240,7 +240,7 @@ class _FollowedFile(io.FileIO):
 
 def _open_followed(
     original: Any,
-    session: Host,
+    session: Rank,
     file: Any,
     is_muted: bool,
     mode: str,
@@ -316,7 +316,7 @@ class _Gap:
     ended_ns = 0
 
 
-def is_to_be_written_again(session: Host, path: Any) -> bool:
+def is_to_be_written_again(session: Rank, path: Any) -> bool:
     """Whether the lost rank wrote this file in the step in which it was lost, which is run again now."""
     if not session.mode.is_live or session.applied != _Gap.boundary:
         return False
@@ -331,7 +331,7 @@ def _is_of_gap(path: Any) -> bool:
     return session is not None and is_to_be_written_again(session, path)
 
 
-def unmute(session: Host, recorded: list[list[Any]], boundary: int, at_ns: int) -> None:
+def unmute(session: Rank, recorded: list[list[Any]], boundary: int, at_ns: int) -> None:
     """The replay is over: set each file to its position at the boundary.
 
     at_ns   when the lost rank was at the boundary, by `clock_ns`

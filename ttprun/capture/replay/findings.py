@@ -6,18 +6,40 @@ And where the script stands, compared with a record: code, loops, batches and op
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ttprun.capture.data import loaders
-from ttprun.capture.host import Host, Optimizers
 from ttprun.capture.position import loops
 from ttprun.capture.records.boundary_record import BoundaryRecord, Record
 from ttprun.capture.values import Restore
 from ttprun.introspect import random_state
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.frames import place, user_frames
 from ttprun.protocol.reason import Reason
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Optimizers(Protocol):
+    """The script's optimizers, all in the order in which it has made them; a module may be one."""
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All living ones."""
+
+    def number_of(self, optimizer: Any) -> int | None:
+        """Its place among these; None if it is not among them."""
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Their parameters now; one in two optimizers comes twice."""
+
+    def stepped_tensors(self) -> list[torch.Tensor]:
+        """What they update now: all parameters, then all state, which an optimizer has from its first step on."""
+
+    def counts_now(self) -> list[list[int]]:
+        """Of each: numbers of its parameters and of its state tensors."""
 
 
 def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_target: bool = False) -> Reason:
@@ -112,7 +134,7 @@ class Findings:
     """
 
     def __init__(
-        self, host: Host, refuse: Callable[..., None], is_decisive: Callable[[], bool], is_strict: bool
+        self, host: Rank, refuse: Callable[..., None], is_decisive: Callable[[], bool], is_strict: bool
     ) -> None:
         """The methods are those of the replay; is_strict: what is not the lost rank's is refused in any case."""
         self._host = host

@@ -19,12 +19,12 @@ from typing import Any
 
 from ttprun.capture.data import loaders
 from ttprun.capture.effects import origins, output, script_files
-from ttprun.capture.host import Host, Optimizers
 from ttprun.capture.position import loops, placeholders
 from ttprun.capture.records.boundary_record import LoopRecord, PassRecord, Record, ScriptState, read_state
 from ttprun.capture.records.recorder import Recorder, read_record, records_up_to, why_never, why_other_numbers
 from ttprun.capture.replay.findings import (
     Findings,
+    Optimizers,
     difference_of_batches,
     difference_of_optimizers,
     difference_of_place,
@@ -34,6 +34,7 @@ from ttprun.capture.replay.jumps import Jumps
 from ttprun.capture.replay.merge import compared, optimizers_of, phrase_of
 from ttprun.capture.values import CannotRestoreError, Restore, Tree, restore_loop, room_to_walk
 from ttprun.introspect import random_state
+from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.frames import user_frames
 from ttprun.protocol.reason import Reason
 
@@ -70,7 +71,7 @@ class Replay:
     refused: type[Exception] = NotRepeatedError
 
     def __init__(
-        self, host: Host, optimizers: Optimizers, target: Record, before: Record | None, is_strict: bool = False
+        self, host: Rank, optimizers: Optimizers, target: Record, before: Record | None, is_strict: bool = False
     ) -> None:
         """A replay up to the record `target`, which first reaches the place of `before` (None: from the top).
 

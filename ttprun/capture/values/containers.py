@@ -11,7 +11,6 @@ from operator import is_
 from typing import Any
 
 from ttprun import text_hashes
-from ttprun.capture import host
 from ttprun.capture.records.nodes import (
     AnyNode,
     BytesNode,
@@ -36,6 +35,7 @@ from ttprun.capture.values.long_items import MANY_ROWS, MAX_ITEMS, MIN_ITEMS, Ke
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
+from ttprun.introspect import current_rank
 from ttprun.introspect.safe_reads import attributes_of, base_of, dictionary_of, is_a, length_of, slots_of
 from ttprun.protocol.reason import Reason
 
@@ -237,7 +237,7 @@ def _ids(snapshot: Snapshot, items: Iterable[Any], depth: int) -> list[Node] | N
     if type(first) is not int or first < _LOWEST_ID:
         return None
     snapshot.trace.open += 1
-    carrier = host.current()
+    carrier = current_rank.current()
     weights = {id(weight): weight for weight in ([] if carrier is None else carrier.observers.weights())}
 
     def node_of(item: Any) -> Node:

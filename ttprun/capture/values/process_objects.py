@@ -22,7 +22,6 @@ from typing import Any
 
 import xxhash
 
-from ttprun.capture import host
 from ttprun.capture.records.nodes import (
     ClosedNode,
     EffectNode,
@@ -41,7 +40,7 @@ from ttprun.capture.values.plain import decode
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.capture.values.trees import walk
-from ttprun.introspect import futures
+from ttprun.introspect import current_rank, futures
 from ttprun.introspect.ownership import is_script_code
 from ttprun.introspect.safe_reads import attributes_of, is_a, plain_of
 from ttprun.protocol.reason import pointer
@@ -249,7 +248,7 @@ def record_save(future: Any) -> SaveNode:
 
 def restore_save(restore: Restore, live: Any, node: SaveNode, name: str) -> Any:
     """A future that is done."""
-    session = host.current()
+    session = current_rank.current()
     if session is not None and restore.is_comparing and not node.is_done:
         session.mode.note_not_proved(futures.given_up(node.where) + pointer("save-given-up"))
     return live if futures.what_of(live) == node.where and live.done() else futures.done(node.where)
