@@ -1,6 +1,6 @@
 """How long a new communicator takes, and an abort, as a script of ranks; rank 0 prints a line of JSON for each.
 
-    torchrun --nproc-per-node 2 connection.py --device cuda --backend nccl
+    torchrun --nproc-per-node 2 communicators.py --device cuda --backend nccl
 
 A recovery aborts the communicators of all groups and makes new ones. `new` lasts until the first all-reduce is
 complete: NCCL connects there. `abort` is of a communicator at rest, `busy` of one whose peers have not come to the

@@ -190,7 +190,7 @@ def _steps(folder: Path) -> list[float]:
 
 def communicators(place: Place, limit_s: float) -> Iterator[Row]:
     """How long a new communicator takes, and an abort."""
-    script, folder = Path(__file__).with_name("connection.py"), place.folder / "communicators"
+    script, folder = Path(__file__).with_name("communicators.py"), place.folder / "communicators"
     arguments = [f"--device={place.kind}", f"--backend={place.backend}", *(["--share"] if place.shares else [])]
     with Run(TORCHRUN, place.ranks, folder, ["--standalone"], arguments, script) as run:
         try:

@@ -19,7 +19,7 @@ import os, signal, sys
 import torch
 import torch.distributed as dist
 from tests.alone.groups import Groups
-from ttprun.introspect import fault_points
+from ttprun.introspect import stages
 
 rank, port, kill_at = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def die_at(place):
     if f"{rank} {place}" == kill_at:
         os.kill(os.getpid(), signal.SIGKILL)
 
-fault_points.listener = Counts()
+stages.listener = Counts()
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
 groups = Groups(store, rank, 3)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
@@ -48,7 +48,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
 TAIL = """
 ours = ("ttprun.agent", "ttprun.capture", "ttprun.rank", "ttprun.tensors", "ttprun.elastic_resume")
 print("not wanted:", [name for name in sys.modules if name.startswith(ours)])
-print("issued again:", fault_points.listener.reissued)
+print("issued again:", stages.listener.reissued)
 print("unprotected:", groups.member.unprotected)
 print("result:", x.double().sum().item().hex(), x[:3].tolist())
 """
