@@ -23,7 +23,7 @@ from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 from ttprun.tensors.shares import SnapshotPart
 
 RECORD_BYTES = 1 << 20
@@ -69,7 +69,7 @@ def make_session(
                 Journal: journal,
                 Holdings: Holdings(),
                 Rehearsal: Rehearsal(),
-                KeptWeights: KeptWeights(optimizer_registry.newest, lambda text: None),
+                PostStepWeights: PostStepWeights(optimizer_registry.newest, lambda text: None),
                 OwnState: OwnState(page, 0, [], recorder),
                 Mirror: known.pop("mirror", Mirror(page, 0, [])),
                 Alignment: Alignment(),

@@ -24,7 +24,7 @@ from ttprun.rank import proof
 from ttprun.rank.bootstrap import patch_table
 from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.step import step_hooks
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 
 
 def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:
@@ -52,7 +52,7 @@ def _before_step(note: Callable[[int], None]) -> tuple[Rank, torch.optim.Optimiz
     patch_table.apply_all(with_replay=False)
     session = make_session()
     become(session)
-    session[KeptWeights].note = note  # type: ignore[method-assign]
+    session[PostStepWeights].note = note  # type: ignore[method-assign]
     session.made.living["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
     return session, torch.optim.SGD([torch.ones(2, requires_grad=True)])
 

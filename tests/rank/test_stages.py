@@ -23,7 +23,7 @@ from ttprun.rank.verification import Verifier
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 from ttprun.tensors.shares import SnapshotPart
 
 BEGIN = (*step_hooks.BEGIN, *step_hooks.RECORD, *step_hooks.TAKE)
@@ -45,7 +45,7 @@ class Part:
 def session() -> Iterator[Rank]:
     made = make_session(has_stepped=True)
     made.trains_alone = False
-    parts = (Alignment, Verifier, Holdings, KeptWeights, OwnState, Mirror, SnapshotPart)
+    parts = (Alignment, Verifier, Holdings, PostStepWeights, OwnState, Mirror, SnapshotPart)
     made.parts |= {kind: Part() for kind in parts}
     yield made
     made.channel.close()
@@ -233,7 +233,7 @@ def test_what_is_kept_of_a_step_is_its_own_though_a_recovery_waits_for_its_end(
         session.applied = 0
         read = Part(note=lambda *_: kept.append(weights[0]))
         session.parts |= {
-            KeptWeights: read,
+            PostStepWeights: read,
             Mirror: Part(begin=read.note),
             SnapshotPart: Part(is_due=lambda _: True, take=read.note),
         }

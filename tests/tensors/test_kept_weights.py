@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ttprun.introspect.tensor_bytes import bytes_of
-from ttprun.tensors.replicated import FULL_LOOKS, KeptWeights
+from ttprun.tensors.replicated import FULL_LOOKS, PostStepWeights
 
 Change = Callable[[torch.Tensor], object]
 CHANGES: dict[str, Change] = {
@@ -37,7 +37,7 @@ class Training:
     def __init__(self) -> None:
         self.weights = [torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)]
         self.reported: list[str] = []
-        self.kept = KeptWeights(self.now, self.reported.append)
+        self.kept = PostStepWeights(self.now, self.reported.append)
         self.boundary = 0
         self.left = [weight.detach().clone() for weight in self.weights]  # by the newest step
 

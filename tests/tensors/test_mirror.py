@@ -16,7 +16,7 @@ from ttprun.protocol.board import SLOTS, Board, Field, slot_of, unpack_slot
 from ttprun.tensors import mirror, optimizer_registry
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Stored
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -55,14 +55,14 @@ class Rank:
     def record(self) -> None:
         """As the hook before a step does it."""
         stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-        self.session[KeptWeights].compare(stepped, stepped.sample(self.boundary + 1))
+        self.session[PostStepWeights].compare(stepped, stepped.sample(self.boundary + 1))
         self.session[Mirror].complete(self.session, self.boundary + 1, self.optimizer)
 
     def take(self) -> None:
         """As the hook after a step does it."""
         self.optimizer.step()
         self.boundary += 1
-        self.session[KeptWeights].note(self.boundary)
+        self.session[PostStepWeights].note(self.boundary)
         self.session[Mirror].begin(self.session, self.boundary)
 
     def step(self, times: int = 1) -> None:
@@ -176,7 +176,7 @@ def test_a_state_that_changes_while_it_is_copied_is_not_used(paths: list[str]) -
     lost = Rank(OPTIMIZERS["momentum"], 1, paths)
     lost.step(3)
     lost.session[Mirror].end()
-    lost.session[KeptWeights].note(3)
+    lost.session[PostStepWeights].note(3)
     with torch.no_grad():
         lost.weights[1].mul_(2)
 

@@ -27,7 +27,7 @@ from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, lay_out
 from ttprun.tensors.own_state import forms_of, held_now
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 
 if TYPE_CHECKING:
     from ttprun.introspect.current_rank import Rank
@@ -137,7 +137,7 @@ class Mirror:
             slot = self._slots[slot_of(boundary - 1)]
             self._why_no_step = self._why_no_step or _why_not_taken_again(optimizer)
             stepping = None if session.has_collective_steps else optimizer
-            if is_state and not self._why_no_step and self._keep_step(slot, stepping, session[KeptWeights].is_kept):
+            if is_state and not self._why_no_step and self._keep_step(slot, stepping, session[PostStepWeights].is_kept):
                 self._note(SlotContent(boundary - 1, has_state=True, has_step=True))
             if not self._has_reported:
                 self._has_reported = True
@@ -239,7 +239,7 @@ class Mirror:
         number = slot_of(boundary)
         slot = self._slots[number]
         self._board.set(self._rank, _CELLS[number], EMPTY_SLOT.pack())
-        kept = session[KeptWeights]
+        kept = session[PostStepWeights]
         if kept.why_not():
             return False
         with torch.no_grad():

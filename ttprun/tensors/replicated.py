@@ -9,9 +9,9 @@ elements, which is not hashed here.
 A replacement begins after the newest step with a survivor's weights, and repeats what the script does from there on. If
 that changes weights (averaged ones replace them for validation, they are scaled or clipped by hand, a best state is
 loaded), a survivor in the middle of a step no longer holds what the replacement needs. So a change is looked for before
-each step; after the first one, a copy is made after each step (`KeptWeights`). A change shows in the tensors' version
-counters, except through `.data`: hence the hash of a part of one parameter, another one at each step, and of all of
-them after the first steps.
+each step; after the first one, a copy is made after each step (`PostStepWeights`). A change shows in the tensors'
+version counters, except through `.data`: hence the hash of a part of one parameter, another one at each step, and of
+all of them after the first steps.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def describe() -> tuple[list[Any], list[Part]]:
     header: list[Any] = []
     parts: list[Part] = []
     session = current()
-    kept = None if session is None else session[KeptWeights]
+    kept = None if session is None else session[PostStepWeights]
     if kept is not None and kept.why_not():
         raise NotRepairableError(kept.why_not())
     for name, parameter, state, _, _ in rows():
@@ -308,7 +308,7 @@ def _take_over_state(
 FULL_LOOKS = 2
 
 
-class KeptWeights:
+class PostStepWeights:
     """This process's weights after the newest step.
 
     trained   called after each step

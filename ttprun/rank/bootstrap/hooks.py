@@ -41,7 +41,7 @@ from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 from ttprun.tensors.shares import SnapshotPart
 
 
@@ -160,7 +160,7 @@ def make_session(presence: Presence) -> Rank:
             SnapshotPart: SnapshotPart(
                 board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder
             ),
-            KeptWeights: KeptWeights(optimizer_registry.newest, note),
+            PostStepWeights: PostStepWeights(optimizer_registry.newest, note),
             OwnState: OwnState(board, welcome.rank, options.own_state, recorder),
             Mirror: Mirror(board, welcome.rank, options.mirror),
             Results: Results(recorder),

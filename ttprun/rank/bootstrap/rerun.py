@@ -35,7 +35,7 @@ from ttprun.rank.bootstrap.presence import Presence, diagnose
 from ttprun.rank.verification import Verifier
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 
 # Statements of known modules that run at import, and must run again in each rank that is made of a copy.
 #
@@ -218,7 +218,7 @@ def _leave(
         recovery.finish()
         session[Verifier].end()
         session[Mirror].end()
-        session[KeptWeights].forget()
+        session[PostStepWeights].forget()
         session[Holdings].forget()
         host_copies.forget()
         reset.clear(error)

@@ -42,7 +42,7 @@ from ttprun.tensors import gradients, mirror, open_boundaries, optimizer_registr
 from ttprun.tensors.gradients import GRADIENT
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Stored
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 
 if TYPE_CHECKING:
     import torch
@@ -359,10 +359,10 @@ class ReplayRun(Replay, Mode):
             )
         self.unmute()
         session[Results].begin_step(self.boundary)
-        session[KeptWeights].is_kept = self.target.fields.kept
+        session[PostStepWeights].is_kept = self.target.fields.kept
         if not is_before_step:
             session.row[Field.STEPPED] = self.boundary
-            session[KeptWeights].note(self.boundary)
+            session[PostStepWeights].note(self.boundary)
         thread_collectives.Replayed.boundary, thread_collectives.Replayed.answer = self.boundary, self._answer_late
         session.go_live()
         self._is_over.set()

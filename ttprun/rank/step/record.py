@@ -32,7 +32,7 @@ from ttprun.tensors import open_boundaries, optimizer_registry, sharded
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 from ttprun.tensors.shares import SnapshotPart
 
 
@@ -51,7 +51,7 @@ def describe(
     """
     living = optimizer_registry.optimizers()
     stepped = optimizer_registry.newest() if has_looked else optimizer_registry.stepped(living)
-    kept = session.parts[KeptWeights]
+    kept = session.parts[PostStepWeights]
     sample = b""
     if stepped.is_on_cpu:
         sample = stepped.sample(boundary)

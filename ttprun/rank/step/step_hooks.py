@@ -47,7 +47,7 @@ from ttprun.tensors import gradients, optimizer_registry, replicated
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.replicated import KeptWeights
+from ttprun.tensors.replicated import PostStepWeights
 from ttprun.tensors.shares import SnapshotPart
 
 _running: torch.optim.Optimizer | None = None
@@ -389,7 +389,7 @@ def _note_weights(step: _Step) -> None:
     if not step.is_recorded:
         return
     try:
-        step.session.parts[KeptWeights].note(step.boundary)
+        step.session.parts[PostStepWeights].note(step.boundary)
         optimizer_registry.note_remains()
     except Exception as error:  # e.g. no memory for copies: fail open
         fail_open.raise_if_meant(error)
