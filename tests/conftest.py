@@ -1,9 +1,11 @@
 """What all tests share.
 
 Property tests draw the same examples each time, so that a run says something of the change and not of its luck;
-`pytest --hypothesis-profile explore tests/recovery` looks for new ones.
+`pytest --hypothesis-profile explore tests/recovery` looks for new ones. `--shuffle SEED` runs files, and the tests of
+each, in an order that is drawn from the seed.
 """
 
+import hashlib
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +27,18 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         "all of it: about 8 minutes on two cores that have nothing else to do",
         "less: a folder (./scripts/test.sh -n 0 tests/recovery), or no whole runs (--ignore=tests/e2e)",
     ]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option of all tests."""
+    parser.addoption("--shuffle", metavar="SEED", help="run files, and the tests of each, in another order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw the order from the seed, so that each worker draws the same."""
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        items.sort(key=lambda item: [hashlib.md5(f"{seed} {x}".encode()).digest() for x in (item.path, item.nodeid)])
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: Any, argname: str) -> str | None:
