@@ -5,6 +5,7 @@ Three lives, each in a process of its own: one that nothing disturbs, one that i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -298,16 +300,22 @@ def end_with_parent() -> None:
     install.die_with_parent(signal.SIGUSR1)
 
 
+def is_in(group: int, stat: Path) -> bool:
+    """Whether a process, by its file in /proc, is of that group and has not ended; its parent may not know yet."""
+    with contextlib.suppress(OSError):
+        state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
+        return int(its_group) == group and state not in "ZX"
+    return False
+
+
 def end_group(group: int, limit_s: float = 60.0) -> None:
-    """Wait until no process of a process group is left; those that are stopped are continued."""
+    """Wait until no process of a process group lives; those that are stopped are continued."""
     until_s = time.monotonic() + limit_s
-    try:
-        while time.monotonic() < until_s:
+    while any(is_in(group, stat) for stat in Path("/proc").glob("[0-9]*/stat")):
+        assert time.monotonic() < until_s, f"a worker is left {limit_s:.0f} s after its rank was killed"
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGCONT)
-            time.sleep(0.01)
-    except ProcessLookupError:
-        return
-    raise AssertionError(f"a worker is left {limit_s:.0f} s after its rank was killed")
+        time.sleep(0.01)
 
 
 def in_child(act: Callable[[], Any]) -> Any:

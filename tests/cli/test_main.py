@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -193,7 +194,7 @@ def test_a_command_whose_output_nobody_reads_ends_and_starts_nothing(
     run = RunDirectory.create("run")
     write_status(run.status, status_of("done"))
     replace_file(run.topology, MESH.to_json())
-    table = [(words, output) for words in COMMANDS_THAT_PRINT for output in ("closed pipe", "full device")]
+    table = list(zip(COMMANDS_THAT_PRINT, cycle(("closed pipe", "full device")), strict=False))
 
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_A_READER], input=json.dumps(table), stdout=subprocess.PIPE, text=True, check=True
