@@ -11,7 +11,7 @@ CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datet
 ALLOWED = {
     "agent/between/rendezvous.py": "launchers that first meet must agree on it, and nothing runs yet",
     "agent/between/latecomers.py": "part of the greeting",
-    "agent/base/verdict.py": "a date in torch's error file",
+    "agent/base/ground.py": "a date in torch's error file",
     "agent/lead/hang_detector.py": "which flight records a hang's report names",
     "cli/machine_checks.py": "`ttprun doctor` says that the clock is wrong",
     "cli/run.py": "the name of a run, and which old run directories are removed, beside their number",

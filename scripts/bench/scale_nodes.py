@@ -22,7 +22,7 @@ from functools import cache
 from itertools import count
 from typing import Any
 
-from ttprun.agent.between import follower
+from ttprun.agent.between import agent
 from ttprun.protocol import channel, from_rank, meeting, node_messages, process_orders, to_rank
 from ttprun.protocol.board import SHARED, Board, Field, Phase
 from ttprun.protocol.codec import Message, decode, encode
@@ -452,7 +452,7 @@ class Stage:
                 if self.selector.get_map().get(key.fd) is key:
                     key.data()
             now = time.monotonic()
-            every_s = follower.interval_s(self.world_size // self.per_node)
+            every_s = agent.interval_s(self.world_size // self.per_node)
             for node in (*self.nodes.values(), here):
                 if node.ranks and now >= next_s.setdefault(node, now):
                     next_s[node] = now + every_s

@@ -13,7 +13,7 @@ from ttprun import recovery
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.lead import Row
-from ttprun.agent.node.process import Process
+from ttprun.agent.node.node import Process
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.rank_events import Event

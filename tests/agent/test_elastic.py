@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from ttprun.agent.base.verdict import FirstFailure, Verdict
+from ttprun.agent.base.ground import FirstFailure, Verdict
 from ttprun.agent.launcher.elastic_agent import ReplacingAgent
 
 

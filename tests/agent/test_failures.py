@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ttprun.agent.base.verdict import Failure, FirstFailure
+from ttprun.agent.base.ground import Failure, FirstFailure
 
 CAUSE = Failure(1, 101, 1, "ValueError: loss is negative", "Traceback: ...")
 COLLATERAL = Failure(0, 100, 1, "RuntimeError: allreduce: Connection closed by peer [127.0.0.1]:4711")

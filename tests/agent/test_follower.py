@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tests.agent.nodes import node_of
+from ttprun.agent.base.ground import Failure, FirstFailure
 from ttprun.agent.base.peers import Peers
-from ttprun.agent.base.verdict import Failure, FirstFailure
-from ttprun.agent.between.agent import Agent
-from ttprun.agent.between.follower import Follower
+from ttprun.agent.between.agent import Agent, Follower
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import SHARED, Field
 

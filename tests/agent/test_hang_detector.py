@@ -20,13 +20,13 @@ import pytest
 from tests.agent.nodes import NothingFails
 from ttprun import recovery
 from ttprun.agent.base import stack_dumps
+from ttprun.agent.base.ground import FirstFailure
 from ttprun.agent.base.life_signs import state_of
-from ttprun.agent.base.verdict import FirstFailure
 from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.lead import Row
-from ttprun.agent.node import process as process_module
-from ttprun.agent.node.eyes import NodeEyes
+from ttprun.agent.node import node as process_module
+from ttprun.agent.node.node_agent import NodeEyes
 from ttprun.agent.node.rank_processes import RankHandler
 from ttprun.protocol.board import FIELDS, Board, Field
 from ttprun.protocol.from_rank import Broken, RankProtected

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from tests.agent.nodes import node_of, part
 from ttprun import recovery
+from ttprun.agent.base.ground import Failure
 from ttprun.agent.base.peers import Peers
-from ttprun.agent.base.verdict import Failure
 from ttprun.agent.launcher.group import Group
 from ttprun.agent.lead.leader import Leader
 from ttprun.protocol import meeting, node_messages

@@ -14,7 +14,7 @@ import pytest
 
 from ttprun.agent.node.mirrors import MirrorCopies
 from ttprun.agent.node.mirrors import fetch_copies as fetch
-from ttprun.agent.node.process import Process
+from ttprun.agent.node.node import Process
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent
 from ttprun.protocol.meeting import Where
 

@@ -13,7 +13,7 @@ from ttprun.agent.base.peers import Peers
 from ttprun.agent.lead.comparisons import MirrorShares
 from ttprun.agent.node import mirrors
 from ttprun.agent.node.mirrors import Mirrors
-from ttprun.agent.node.process import Process
+from ttprun.agent.node.node import Process
 from ttprun.protocol.board import Board
 
 FREE = 8000

@@ -10,8 +10,8 @@ from typing import Any
 from tests.agent.nodes import node_of, part
 from tests.agent.starting import wait_until_ready
 from ttprun.agent.between.agent import Agent
+from ttprun.agent.node.node import Process
 from ttprun.agent.node.node_agent import NodeAgent
-from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.node.standbys import Standbys
 from ttprun.protocol import process_orders

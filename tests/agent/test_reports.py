@@ -15,7 +15,7 @@ import pytest
 from tests.agent.nodes import NothingFails, part
 from ttprun import recovery
 from ttprun.agent.base.peers import Peers
-from ttprun.agent.between.follower import Follower
+from ttprun.agent.between.agent import Follower
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.incidents import Protection, grouped
 from ttprun.agent.lead.lead import Lead, Row, Wire

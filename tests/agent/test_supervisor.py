@@ -26,7 +26,7 @@ from ttprun.agent.launcher.group import Group, NewGroup
 from ttprun.agent.launcher.supervisor import Supervisor
 from ttprun.agent.lead.membership import Elasticity
 from ttprun.agent.lead.resume import Resumption
-from ttprun.agent.node import process
+from ttprun.agent.node import node as process
 from ttprun.agent.node.rank_processes import RankHandler
 from ttprun.config import Config
 from ttprun.observe.events import read_events

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.node import unhooked_ranks
-from ttprun.agent.node.process import Process
+from ttprun.agent.node import process_watch as unhooked_ranks
+from ttprun.agent.node.node import Process
+from ttprun.agent.node.process_watch import UnhookedRanks
 from ttprun.agent.node.rank_processes import SHIM, StandbyHandler
-from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.node_messages import Said
 

@@ -21,7 +21,7 @@ PARTS = {
     "ttprun.agent.lead.writer:CheckpointWriter.look": "checkpoints in the background",
     "ttprun.agent.lead.schedules:QuiesceSchedule.look": "times for checkpoints",
     "ttprun.agent.lead.hang_detector:HangDetector._look": "hang detection",
-    "ttprun.agent.node.unhooked_ranks:UnhookedRanks.look": "search for ranks without hooks",
+    "ttprun.agent.node.process_watch:UnhookedRanks.look": "search for ranks without hooks",
     "ttprun.agent.lead.incidents:Incidents.note_compared": "incident notes",
     "ttprun.agent.launcher.status_publisher:StatusPublisher.publish": "status",
     "ttprun.agent.launcher.control_socket:ControlSocket.pass_time": "commands",

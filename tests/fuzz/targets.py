@@ -28,7 +28,7 @@ from tests.state.making import DESCRIPTION, locked
 from ttprun import recovery
 from ttprun.agent.base.spare_pool import Listener
 from ttprun.agent.base.stored_states import open_checkpoint
-from ttprun.agent.between.follower import Follower
+from ttprun.agent.between.agent import Follower
 from ttprun.agent.between.rendezvous import KNOWN as OF_NODES
 from ttprun.agent.launcher.control_socket import ControlSocket, _Client
 from ttprun.agent.lead.leader import Leader

@@ -29,7 +29,7 @@ CUTS = {"search", "match", "fullmatch", "split", "findall", "sub", "startswith",
 OURS = {"reason", "why", "why_not", "cause", "sentence"}
 # What is looked for here was written by others: the script's exception, torch, argparse; or is the script's variable.
 BY_OTHERS = {
-    "agent/base/verdict.py",
+    "agent/base/ground.py",
     "agent/lead/incidents.py",
     "cli/run.py",
     "protocol/rank_events.py",

@@ -26,7 +26,7 @@ from ttprun.protocol.board import FINISHED, Field
 if TYPE_CHECKING:
     from ttprun.agent.between.agent import Agent
     from ttprun.agent.lead.lead import Row
-    from ttprun.agent.node.process import Process
+    from ttprun.agent.node.node import Process
     from ttprun.agent.node.standbys import Standbys
 from ttprun.chaos.faults import PlannedStrike, strikes
 

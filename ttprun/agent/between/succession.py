@@ -28,13 +28,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from ttprun import recovery
 from ttprun.agent.base.spare_pool import SparePool
-from ttprun.agent.between.agent import Agent
-from ttprun.agent.between.follower import Follower
+from ttprun.agent.between.agent import Agent, Follower
 from ttprun.agent.between.rendezvous import KNOWN
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.leader import Leader
+from ttprun.agent.node.node import Process
 from ttprun.agent.node.node_agent import NodeAgent
-from ttprun.agent.node.process import Process
 from ttprun.protocol import meeting, node_messages, process_orders
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel

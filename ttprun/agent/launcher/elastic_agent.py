@@ -23,9 +23,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from ttprun.agent.base.ground import Failure, Verdict
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.base.spare_pool import Listener, RendezvousKeys
-from ttprun.agent.base.verdict import Failure, Verdict
 from ttprun.agent.between.latecomers import LOST, MovedStore, Taken, wait_for_slots
 from ttprun.agent.between.rendezvous import KNOWN, NotMetError, Place, meet, meet_again
 from ttprun.agent.launcher.group import NewGroup

@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.between.agent import Agent
-from ttprun.agent.between.follower import Follower
+from ttprun.agent.between.agent import Agent, Follower
 from ttprun.agent.between.succession import Succession
 from ttprun.agent.launcher.control_socket import Requests
 from ttprun.agent.launcher.status_publisher import OfGroup, StatusPublisher
@@ -32,13 +31,11 @@ from ttprun.agent.lead.resume import Resumption
 from ttprun.agent.lead.schedules import QuiesceSchedule, SnapshotTimes
 from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.agent.lead.writer import CheckpointWriter
-from ttprun.agent.node.eyes import NodeEyes
 from ttprun.agent.node.mirrors import Mirrors
-from ttprun.agent.node.node_agent import NodeAgent, ReplaceHandler
-from ttprun.agent.node.process_watch import ProcessWatch
+from ttprun.agent.node.node_agent import NodeAgent, NodeEyes, ReplaceHandler
+from ttprun.agent.node.process_watch import ProcessWatch, UnhookedRanks
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
 from ttprun.agent.node.state_copies import Memory
-from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.chaos.faults import Fault
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import node_messages

@@ -20,7 +20,7 @@ from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.incidents import Incidents
 from ttprun.agent.lead.lead import Row
 from ttprun.agent.lead.writer import CheckpointWriter
-from ttprun.agent.node.process import Process
+from ttprun.agent.node.node import Process
 from ttprun.agent.node.standbys import Standbys
 from ttprun.errors import in_short
 from ttprun.introspect.costs import PARTS

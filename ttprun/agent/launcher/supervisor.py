@@ -20,9 +20,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ttprun import recovery
+from ttprun.agent.base.ground import Verdict
 from ttprun.agent.base.loop import CannotDecideError, FileReserve
 from ttprun.agent.base.peers import Peers
-from ttprun.agent.base.verdict import Verdict
 from ttprun.agent.between.agent import Agent
 from ttprun.agent.launcher.control_socket import ControlSocket
 from ttprun.agent.launcher.group import Group, NewGroup, Run

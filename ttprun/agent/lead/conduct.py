@@ -17,8 +17,8 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from ttprun import recovery
+from ttprun.agent.base.ground import Verdict
 from ttprun.agent.base.loop import CannotDecideError
-from ttprun.agent.base.verdict import Verdict
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents

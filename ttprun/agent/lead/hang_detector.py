@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 from ttprun import recovery
 from ttprun.agent.base import life_signs, stack_dumps
-from ttprun.agent.base.verdict import Failure
+from ttprun.agent.base.ground import Failure
 from ttprun.agent.lead.lead import Lead, Row
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.device.device_errors import DeviceFault

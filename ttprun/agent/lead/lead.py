@@ -1,7 +1,7 @@
 """What is decided, once a job: the job as the state machine sees it, and a row of each rank.
 
 A row is what is known of one rank, whichever node it is on and whichever process it has now. The processes are at their
-nodes (`process.py`): orders go out (`node_messages.Order`), and messages to processes; what comes of them comes back as
+nodes (`node.py`): orders go out (`node_messages.Order`), and messages to processes; what comes of them comes back as
 reports, in their order. Which node a rank is on changes nothing here but the way. Begin with `Lead`, `Wire.order_on`
 and `Wire.report`.
 """

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.base.verdict import Failure
+from ttprun.agent.base.ground import Failure
 from ttprun.agent.lead.lead import Lead
 from ttprun.agent.lead.membership import NodeMembership, Spares
 from ttprun.agent.lead.reports import Reports

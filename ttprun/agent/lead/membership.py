@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ttprun import recovery
-from ttprun.agent.base.verdict import Verdict
+from ttprun.agent.base.ground import Verdict
 from ttprun.agent.lead.lead import Lead, Wire
 from ttprun.agent.lead.resume import Resumption
 from ttprun.agent.lead.schedules import QuiesceSchedule

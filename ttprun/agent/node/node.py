@@ -1,17 +1,257 @@
-"""The ranks of one node: their processes, and what they leave in memory. Read the attributes of `Node` first."""
+"""A node and its processes: each the place of one rank, whichever operating system's process is that rank now.
+
+Its recorder outlives the process, so that a replacement can read what the lost rank has left. What is decided of the
+rank, and knows no process, has a row of it (`lead.py`).
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+from ttprun.agent.base import life_signs, stack_dumps
 from ttprun.agent.base.ground import Ground
-from ttprun.agent.node.process import Process
+from ttprun.agent.node.rank_processes import RankHandler, kill_session
 from ttprun.capture.records.boundary_record import Outline, read_outline
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import children
-from ttprun.protocol.board import Field
+from ttprun.protocol import from_rank
+from ttprun.protocol.board import Board, Field
+from ttprun.protocol.channel import Order
+from ttprun.protocol.rank_events import RankExited
 
 _LOOK_AGAIN_S = 0.05
+
+
+@dataclass
+class Process:
+    """One rank of this node.
+
+    handler         a RankHandler
+    record_fd       memfd of its recorder
+    copies_fd       memfd of the recorder in which it keeps the records of a rank of another node; -1: on one node
+    stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
+    main_thread     ident of its main thread
+    is_dying        its process is lost, and not gone yet
+    killed_at_s     when its process was killed because it had to be replaced; infinite if it has ended by itself
+    is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
+    is_spawn_due    it gets its next process once that need not wait for anything more
+    had_to_wait     no standby was ready for it: it waits, or has waited, for one that is being prepared
+    is_present      the process has greeted: it can be sent messages
+    is_protected    its hooks have been heard
+    had_torch       this process or one before it in this slot had imported torch
+    import_s        from the start of its first process to the end of that import; a standby has done it already
+    hung_up_at_s    when its end of the line was closed, as by the end of the process, or by another program that has
+                    taken its place; None: it is open
+    began_at_s      when this process was started
+    held            an order that waits for the greeting; a newer one takes its place
+    device_fault    what has happened to its device, if that has ended its script
+    """
+
+    rank: int
+    local_rank: int
+    handler: Any
+    record_fd: int
+    stack_fd: int = -1
+    pid: int = 0
+    pidfd: int = -1
+    is_present: bool = False
+    is_protected: bool = False
+    had_torch: bool = False
+    began_at_s: float = 0.0
+    import_s: float = 0.0
+    hung_up_at_s: float | None = None
+    is_finished: bool = False
+    is_lost: bool = False
+    is_dying: bool = False
+    killed_at_s: float = math.inf
+    is_buried: bool = False
+    is_spawn_due: bool = False
+    had_to_wait: bool = False
+    held: Order | None = None
+    script_error: str = ""
+    device_fault: str = ""
+    traceback: str = ""
+    main_thread: int = 0
+    lost_boundary: int = 0
+    frame: str = ""
+    copies_fd: int = -1
+
+    @classmethod
+    def create(cls, rank: int, local_rank: int, record_bytes: int, keeps_copies: bool) -> Process:
+        """Of a rank of this node; `keeps_copies`: of the records of a rank of another node, too."""
+        copies_fd = Recorder.create(record_bytes) if keeps_copies else -1
+        return cls(rank, local_rank, None, Recorder.create(record_bytes), stack_dumps.create(), copies_fd=copies_fd)
+
+    def close(self) -> None:
+        """Give back what it has for its records and stacks."""
+        for fd in (self.record_fd, self.stack_fd, self.copies_fd):
+            if fd >= 0:
+                os.close(fd)
+
+    def renew_records(self, record_bytes: int) -> None:
+        """Void what was recorded, and give it room for other records."""
+        os.close(self.record_fd)
+        self.record_fd = Recorder.create(record_bytes)
+
+    def assign(self, handler: RankHandler) -> None:
+        """A process has been started for this rank."""
+        self.handler = handler
+        self.pidfd = os.pidfd_open(handler.proc.pid)
+        self.begin_process(handler.proc.pid)
+
+    def begin_process(self, pid: int) -> None:
+        """Nothing is known of a new process yet."""
+        self.pid = pid
+        self.began_at_s = time.monotonic()
+        self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = self.is_buried = False
+        self.hung_up_at_s = None
+        self.killed_at_s = math.inf
+        self.is_spawn_due = False
+        self.held = None
+        self.script_error = self.device_fault = self.traceback = self.frame = ""
+        self.main_thread = 0
+
+    def send(self, message: Order) -> None:
+        """Send to the process, or hold the message till it has greeted."""
+        if self.is_present:
+            self.handler.channel.send(message)
+        else:
+            self.held = message
+
+    def send_if_present(self, put: Order) -> None:
+        """Send what another rank reports to all, if there is a process that has greeted."""
+        if self.is_present:
+            self.handler.channel.send(put)
+
+    def greet(self, main_thread: int) -> None:
+        """The process has greeted."""
+        self.main_thread = main_thread
+        self.is_present = True
+        if self.held is not None:
+            self.handler.channel.send(self.held)
+            self.held = None
+
+    def protect(self) -> None:
+        """The hooks of its process have been heard."""
+        if not self.had_torch:
+            self.import_s = time.monotonic() - self.began_at_s
+        self.is_protected = self.had_torch = True
+
+    def hang_up(self) -> None:
+        """The process has closed its end of the line."""
+        self.hung_up_at_s = time.monotonic()
+
+    def note_error(self, error: from_rank.ScriptError) -> None:
+        """An exception ends its script; a traceback that is printed at once is not kept."""
+        self.script_error, self.device_fault = error.error, error.device_fault
+        self.traceback = "" if error.traceback else error.detail
+
+    def kill(self) -> None:
+        """SIGKILL to the process and all that it has started; a signal handler may call it at any moment."""
+        if not self.is_buried:
+            kill_session(self.pid)
+
+    def bury(self) -> int:
+        """The process is gone, or will be; returns its exit code, or minus the signal that ended it."""
+        code: int = self.handler.proc.wait()
+        self.forget_process()
+        self.is_buried = True
+        return code
+
+    def forget_process(self) -> None:
+        """Nobody waits any longer for its end."""
+        self.is_dying = False
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def begin_to_die(self) -> None:
+        """The first sign of the end of its process has been seen."""
+        self.is_dying = True
+
+    def live_on(self) -> None:
+        """The first sign of its end, if there was one, has not been reported: the end itself will be."""
+        self.is_dying = False
+
+    def let_die(self) -> None:
+        """Its process is killed, or will be at once: the rank is lost."""
+        self.is_lost, self.is_dying = True, self.pidfd >= 0
+        self.is_spawn_due = False
+        self.killed_at_s = time.monotonic()
+
+    def defer_spawn(self, waits_for_standby: bool) -> bool:
+        """Whether its next process has to wait, for a standby or for the end of this one; it is due from then on."""
+        self.is_spawn_due = self.is_dying or waits_for_standby
+        self.had_to_wait = self.had_to_wait or waits_for_standby
+        return self.is_spawn_due
+
+    def leave(self, code: int, board: Board, cause_of_signal: Callable[[int, int], str]) -> RankExited:
+        """The process runs no more: note what it leaves, and say how it ended.
+
+        code              its exit code, or minus the signal that ended it
+        cause_of_signal   given the signal and the pid, says why; "" if it does not know
+        """
+        of_signal = cause_of_signal(-code, self.pid) if code < 0 else None
+        reason = self._cause(of_signal)
+        if code < 0 and board.get(self.rank, Field.ENDED):
+            code, reason = 0, f"signal {-code} after the end of its script, so nothing is lost"
+        self.is_finished = code == 0
+        self.is_lost = not self.is_finished
+        self.note_leavings(board)
+        return RankExited.ended(
+            code,
+            at_s=time.monotonic(),
+            rank=self.rank,
+            pid=self.pid,
+            boundary=self.lost_boundary,
+            is_script_error=not self.device_fault and (bool(self.script_error) or (code > 0 and not self.is_protected)),
+            device_fault=self.device_fault,
+            reason=reason,
+            crashed_at=reason if -code in life_signs.CRASHES and self.frame else "",
+        )
+
+    def take_place_of_lost(self, boundary: int) -> None:
+        """This slot was a lost node's, whose rank had recorded this boundary last."""
+        self.had_torch = self.is_lost = True
+        self.go_back_to(boundary)
+
+    def note_leavings(self, board: Board) -> None:
+        """The process is gone: keep what its replacement needs, and clear its signs of life."""
+        self.is_present = False
+        self.note_boundary(board)
+        if self.is_lost:
+            board.forget_process(self.rank)
+
+    def note_boundary(self, board: Board) -> None:
+        """How far the script had come."""
+        self.lost_boundary = board.get(self.rank, Field.RECORDED)
+
+    def void_beyond(self, boundary: int) -> bool:
+        """Whether a lost rank had recorded more than this, which is void."""
+        is_beyond = self.lost_boundary > boundary
+        self.lost_boundary = min(self.lost_boundary, boundary)
+        return is_beyond
+
+    def go_back_to(self, boundary: int) -> None:
+        """The rank goes back: what it had done beyond the boundary is void."""
+        self.lost_boundary = boundary
+        self.is_finished = False
+
+    def _cause(self, of_signal: str | None) -> str:
+        """Root cause in a phrase: the script's exception, or what the system says, and where it stood."""
+        if self.script_error:
+            return self.script_error
+        stack = "" if of_signal is None else stack_dumps.left_behind(self.stack_fd)
+        crashed, main = stack_dumps.current_thread_of(stack), stack_dumps.main_thread_of(stack, self.main_thread)
+        self.frame = stack_dumps.innermost_user_frame(crashed) or stack_dumps.innermost_user_frame(main)
+        own = stack_dumps.of_the_user(crashed)
+        self.traceback = f"The script, most recent call first:\n{own}\n\n{stack}" if own else stack
+        return ", in ".join(filter(None, (of_signal, self.frame)))
 
 
 class Node(Ground):

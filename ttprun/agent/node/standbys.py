@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from ttprun.agent.node.node import Node
+from ttprun.agent.node.node import Node, Process
 from ttprun.agent.node.preloads import Preloaded, Preloads
-from ttprun.agent.node.process import Process
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, kill_session
 from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
 

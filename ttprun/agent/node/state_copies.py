@@ -20,8 +20,7 @@ import msgpack
 
 from ttprun.agent.base import stored_states
 from ttprun.agent.base.stored_states import Stored, path_of, unpack
-from ttprun.agent.node.node import Node
-from ttprun.agent.node.process import Process
+from ttprun.agent.node.node import Node, Process
 from ttprun.capture.records.packing import pack
 from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder, records_up_to
 from ttprun.protocol import to_rank
