@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import ttprun
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun import torch_versions
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups import gathers as gathers_of_groups
-from ttprun.groups.gathers import GatheredInput
+from ttprun.groups.gathers import GatheredInput, Shards
 from ttprun.groups.inputs import TRUSTED_AFTER
 from ttprun.groups.journal import Journal
 from ttprun.groups.operations import Entry
@@ -265,3 +268,22 @@ def test_of_gathered_weights_few_inputs_are_noted_and_of_gradients_those_of_the_
 
     assert (gathered, reduced) == (50, 30)
     assert reduced + 10 <= noted <= reduced + 25
+
+
+def test_what_seven_billion_parameters_take_on_a_device_is_what_the_guide_says() -> None:
+    """From shapes alone: of a layer of Llama the weights of attention, of the MLP, and two norms."""
+    wide, ranks, layers = 4096, 8, 32
+    layer = [(wide, wide)] * 4 + [(11008, wide)] * 2 + [(wide, 11008)] + [(wide,)] * 2
+    rest = [(32000, wide), (wide,), (32000, wide)]
+    groups = [layer] * layers + [rest]
+    elements = [sum(math.prod(shape) for shape in group) for group in groups]
+    shards = [[torch.empty(math.prod(shape) // ranks, device="meta") for shape in group] for group in groups]
+    noted = sum(Shards(group, 0).note().nbytes for group in shards) * 2  # forward and backward pass
+    made = Shards(shards[0], 0).joined(torch.bfloat16).nbytes
+    page = (Path(ttprun.__file__).parent / "guide" / "limits.md").read_text(encoding="utf-8")
+
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert f"{sum(elements) / 1e9:.2f}e9 parameters" in page
+    assert [row for row in rows if "reduce-scatters" in row and f"{elements[0] * 4 / 1e9:.2f} GB" in row]
+    assert [row for row in rows if "samples of the shards" in row and f"{noted / 1e3:.0f} KB" in row], noted
+    assert [row for row in rows if "made again" in row and f"{made / 1e6:.1f} MB" in row], made
