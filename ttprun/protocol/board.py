@@ -292,7 +292,7 @@ def unpack_slot(cell: int) -> SlotContent:
 
 
 def slot_that_gives(slots: Sequence[SlotContent], boundary: int, way: str) -> int | None:
-    """The number of the slot that gives the state of a boundary in this way (`SlotContent.gives`); None if none does."""
+    """The number of the slot that gives a boundary's state in this way (`SlotContent.gives`); None if none does."""
     return next((number for number, slot in enumerate(slots) if slot.gives(boundary) == way), None)
 
 
