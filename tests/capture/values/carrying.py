@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from tests.capture import user_values
 from tests.capture.records import record_of
 from ttprun.capture import values
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot
+from ttprun.capture.values.changes import ANSWERS, DICTIONARIES, ITEMS, LONG_LISTS
+from ttprun.capture.values.long_items import SAMPLES
 from ttprun.capture.values.trees import Comparison
 from ttprun.introspect import ownership
 
@@ -22,6 +25,12 @@ Scope = dict[str, Any]
 LONG = 100_010  # more items than are recorded one by one
 _NOTHING: dict[int, int] = {}
 LARGE = 40_000  # elements: more than are recorded, so that they are compared
+
+
+def look_at_few(patch: pytest.MonkeyPatch, most: int) -> None:
+    """Of each kind of things, so many are a part that is looked at in its turn."""
+    for kind in (DICTIONARIES, ITEMS, LONG_LISTS, ANSWERS, SAMPLES):
+        patch.setattr(kind, "most", 2 * most if kind is ANSWERS else most)  # two answers of each object
 
 
 def record(

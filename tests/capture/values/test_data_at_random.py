@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.capture.user_values import Link
-from tests.capture.values.carrying import carry, record
+from tests.capture.values.carrying import carry, look_at_few, record
 from ttprun.capture import values
-from ttprun.capture.values import changes, data_trees, long_items
+from ttprun.capture.values import changes, data_trees
 
 HISTORIES = 40
 STEPS = 12
@@ -21,8 +21,7 @@ STEPS = 12
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(changes, "_TURNS", (4, 4, 4, 4))
-    monkeypatch.setattr(long_items, "_TURN", 4)
+    look_at_few(monkeypatch, 4)
     monkeypatch.setattr(data_trees, "MANY", 12)
     monkeypatch.setattr(data_trees, "DATA_BYTES", 100)
     monkeypatch.setattr(data_trees, "_MANY_ROWS", 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.capture.user_values import Link
-from tests.capture.values.carrying import are_alike, carry, record
+from tests.capture.values.carrying import are_alike, carry, look_at_few, record
 from tests.capture.values.test_kept import calls_of
 from ttprun.capture import values
 from ttprun.capture.records.nodes import DataTreeNode, DictNode, ListNode
@@ -56,7 +56,7 @@ class Owner:
 
 @pytest.fixture(autouse=True)
 def _few_at_a_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(changes, "_TURNS", (64, 64, 64, 64))
+    look_at_few(monkeypatch, 64)
     values.forget()
     yield
     values.forget()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.capture.user_values import Link
-from tests.capture.values.carrying import are_alike, record
+from tests.capture.values.carrying import are_alike, look_at_few, record
 from tests.capture.values.test_kept import calls_of
 from ttprun.capture import values
 from ttprun.capture.records.nodes import ListNode
@@ -23,7 +23,7 @@ ROUND = 10  # boundaries until each has had its turn
 
 @pytest.fixture(autouse=True)
 def _few_at_a_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(changes, "_TURNS", (64, 64, 64, 64))
+    look_at_few(monkeypatch, 64)
     monkeypatch.setattr(data_trees, "MANY", 1 << 40)  # they are rows of a list, and no data
     yield
     changes.Clock.is_whole = False
@@ -56,8 +56,8 @@ def node_of(rows: Any) -> ListNode:
 @pytest.mark.parametrize("kind", MADE)
 def test_a_boundary_looks_at_as_many_rows_as_its_budget_allows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    look = changes.Unchanged._look
-    monkeypatch.setattr(changes.Unchanged, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
+    look = changes.Piece._look
+    monkeypatch.setattr(changes.Piece, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
     rows = MADE[kind]()
     counts = []
     for _ in range(20):
@@ -187,8 +187,8 @@ def test_another_item_in_a_large_container_is_recorded_within_one_round(
 
 def test_many_things_share_the_time_of_a_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    look = changes.Unchanged._look
-    monkeypatch.setattr(changes.Unchanged, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
+    look = changes.Piece._look
+    monkeypatch.setattr(changes.Piece, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
     things = 5 * changes.PARTS
     scope = {f"rows{number}": MADE["dictionaries"]() for number in range(things)}
 
@@ -230,14 +230,14 @@ def test_parts_that_are_added_step_by_step_do_not_begin_a_round_again() -> None:
     assert turn.age == 7  # of the first part
 
 
-def test_a_plan_takes_up_what_is_added_as_if_it_had_been_there_before() -> None:
-    lengths, of_long = [3] * 1000 + [1 << 17] + [5] * 77, [70, 1 << 17, 90_000]
-    at_once, bit_by_bit = changes._Plan(), changes._Plan()
-    at_once.extend(of_long, lengths, 200, 100)
-    for count in range(len(lengths) + 1):
-        bit_by_bit.extend(of_long[: count // 100], lengths[:count], min(count, 200), min(count, 100))
+def test_things_that_are_added_one_by_one_are_in_the_same_parts_as_if_they_had_been_there_before() -> None:
+    lists = [[0] * 3] * 300 + [[0] * (1 << 17)] + [[0] * 5] * 77
+    at_once, bit_by_bit = changes.Tracker(changes.LONG_LISTS), changes.Tracker(changes.LONG_LISTS)
+    at_once.add(lists)
+    for items in lists:
+        bit_by_bit.add([items])
+        bit_by_bit.count_parts()
 
-    assert bit_by_bit.parts == at_once.parts
-    assert [bit_by_bit.of(part) for part in range(at_once.parts)] == [at_once.of(part) for part in range(at_once.parts)]
-    covered = [at for part in range(at_once.parts) for at in range(len(lengths))[at_once.of(part)[2]]]
-    assert sorted({*covered}) == list(range(len(lengths)))
+    parts = [at_once.part(number) for number in range(at_once.count_parts())]
+    assert [bit_by_bit.part(number) for number in range(bit_by_bit.count_parts())] == parts
+    assert [at for part in parts for at in range(*part)] == list(range(len(lists)))

@@ -21,7 +21,7 @@ import torch
 from tests.capture import user_values
 from tests.capture.records import record_of
 from tests.capture.user_values import Bare, FrozenState, Meter, NamedCounts, Point
-from tests.capture.values.carrying import Scope, as_the_recorder_writes_them
+from tests.capture.values.carrying import Scope, as_the_recorder_writes_them, look_at_few
 from ttprun.capture import values
 from ttprun.capture.records.nodes import AnyNode, RefusedNode
 from ttprun.capture.values import Snapshot, arrays, changes, containers, data_trees, kept, large, long_items, tensors
@@ -342,8 +342,7 @@ def compare_all(seeds: range) -> None:
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
             if seed % 3 > 0:
-                patch.setattr(changes, "_TURNS", (4, 4, 4, 4))
-                patch.setattr(long_items, "_TURN", 4)
+                look_at_few(patch, 4)
                 patch.setattr(data_trees, "MANY", 12)
                 patch.setattr(data_trees, "DATA_BYTES", 100)
                 patch.setattr(data_trees, "_MANY_ROWS", 4)
@@ -368,7 +367,7 @@ def test_a_record_is_what_the_variables_are_at_each_boundary(first: int) -> None
 
 
 def test_what_is_kept_too_long_is_noticed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept.Kept, "holds_alone", lambda self: True)
+    monkeypatch.setattr(changes.Piece, "holds", lambda self: True)
 
     with pytest.raises(AssertionError):
         compare_all(range(10))

@@ -10,11 +10,11 @@ import numpy
 import pytest
 import torch
 
-from tests.capture.values.carrying import are_alike, carry, record
+from tests.capture.values.carrying import are_alike, carry, look_at_few, record
 from tests.capture.values.test_kept import calls_of
 from ttprun.capture import values
 from ttprun.capture.records.nodes import ChangedDataNode, DataTreeNode, DictNode, ListNode
-from ttprun.capture.values import Snapshot, large, long_items
+from ttprun.capture.values import Snapshot, large
 
 ROWS = 640
 ROUND = 10  # boundaries until each has had its turn
@@ -31,7 +31,7 @@ class Sample:
 
 @pytest.fixture(autouse=True)
 def _few_at_a_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(long_items, "_TURN", ROWS // ROUND)
+    look_at_few(monkeypatch, ROWS // ROUND)
     values.forget()
     yield
     values.forget()

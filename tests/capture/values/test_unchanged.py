@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ttprun.capture.values import changes
-from ttprun.capture.values.changes import Remembered, Unchanged, begin_boundary
+from ttprun.capture.values.changes import Piece, Remembered, begin_boundary
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a value replaced": lambda one: one.update(a=2),
@@ -28,7 +28,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With and without versions of dictionaries."""
     monkeypatch.setattr(changes, "ARE_COUNTED", request.param == "versions" and changes.ARE_COUNTED)
-    return Unchanged
+    return Piece
 
 
 @pytest.mark.parametrize("kind", [dict, collections.Counter, collections.defaultdict])
@@ -49,7 +49,7 @@ def test_each_change_of_a_dictionary_is_seen(change: str, kind: Any, known: Any)
 )
 def test_each_change_of_a_list_is_seen(change: Callable[[list[Any]], Any]) -> None:
     changed, other = [1, "x", 2.5], ["y"]
-    held = Unchanged([changed, {}, other])
+    held = Piece([changed, {}, other])
 
     assert held.holds()
     change(changed)
@@ -58,7 +58,7 @@ def test_each_change_of_a_list_is_seen(change: Callable[[list[Any]], Any]) -> No
 
 def test_what_moves_from_one_list_into_the_next_is_seen() -> None:
     one, other = [1, 2], [3]
-    held = Unchanged([one, other])
+    held = Piece([one, other])
 
     other.insert(0, one.pop())
 

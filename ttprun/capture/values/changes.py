@@ -1,9 +1,9 @@
 """Changes: results computed from an object at an earlier boundary are valid while it is unchanged.
 
-`Unchanged` decides whether lists, dictionaries and objects hold the same objects as before: of a dictionary by a
-version from torch (CPython's own up to 3.11, a watcher's later); if that has changed, the items are compared, and so
-are those of lists, of a long one by the addresses of its items. `Remembered` holds results, as long as they are used at
-each boundary.
+A `Piece` is some values and all below them; a table of kinds says how each is looked at. A dictionary has a version
+from torch (CPython's own up to 3.11, a watcher's later); if that has changed, the items are compared, and so are those
+of lists, of a long one by the addresses of its items. `Remembered` holds results, as long as they are used at each
+boundary.
 
 What has never changed is looked at in turns (`Turns`): the one schedule of all that is too much to look at at each
 boundary. All of a thing is looked at until it was the same LOOKS times, and from then on a part of it, the one that was
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
 from operator import call, is_
 from typing import Any, Generic, TypeVar
 
@@ -161,8 +162,6 @@ def begins_with(items: Any, first: list[Any], begin: int = 0, count: int | None 
 
 
 _LONG = 64  # items of a list, from which on its memory is compared
-# What is looked at in turns, and how many of each kind are a part: long lists, dictionaries, short lists, objects.
-_TURNS = (64, 2048, 128, 512)
 _MOST_ITEMS = 1 << 16  # of the lists in a part
 _MOST_LENGTHS = 1024  # of lists that are asked for their lengths each time
 
@@ -170,242 +169,6 @@ _MOST_LENGTHS = 1024  # of lists that are asked for their lengths each time
 # Of containers, the first that fits: their methods are called, not those of a class of the script's.
 BASES = (OrderedDict, dict, list, set, deque)
 _factory_of: Any = vars(defaultdict)["default_factory"].__get__
-
-
-class Unchanged:
-    """The contents of some lists, dictionaries and objects, which are kept alive.
-
-    turns   of `holds_in_turn`
-    """
-
-    _CONTENTS = (
-        *("_contents", "_dictionaries", "_getters", "_held", "_items", "_lengths", "_lists", "_long"),
-        *("_lengths_of_long", "_of_objects", "_objects", "_starts", "_typed", "_types", "_versions"),
-    )
-    __slots__ = (*_CONTENTS, "_plan", "turns")
-
-    def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]] = ()) -> None:
-        self._dictionaries: list[dict[Any, Any]] = []
-        self._versions: list[int] = []
-        self._contents: list[list[Any]] = []
-        self._lists: list[Any] = []
-        self._lengths: list[int] = []
-        self._starts: list[int] = []  # of each list's items in `_items`
-        self._items: list[Any] = []
-        self._long: list[list[Any]] = []  # lists that are compared by their memory
-        self._held: list[list[Any]] = []  # what each of them held
-        self._lengths_of_long: list[int] = []
-        self._objects: list[Any] = []
-        self._of_objects: list[dict[str, Any]] = []  # the dictionary of each
-        self._getters: list[Callable[[Any], dict[str, Any]]] = []  # of these dictionaries
-        self._typed: list[Any] = []  # objects of which the type counts
-        self._types: list[type] = []
-        self.turns = Turns()
-        self._plan: _Plan | None = None
-        self.add(containers)
-
-    @classmethod
-    def joined(cls, parts: Iterable[Unchanged]) -> Unchanged:
-        """Those of several, with the contents that are known of them."""
-        made = cls()
-        for part in parts:
-            count = len(made._items)
-            for name in cls._CONTENTS:
-                getattr(made, name).extend(getattr(part, name))
-            made._starts[len(made._starts) - len(part._starts) :] = [start + count for start in part._starts]
-        return made
-
-    def add(self, containers: Iterable[Any]) -> None:
-        """Add lists, dictionaries, sets, deques or `Slots` with their current contents."""
-        containers = list(containers)
-        plain = [container for container in containers if type(container) is dict]
-        self._dictionaries += plain
-        self._versions += map(version_of, plain)
-        self._contents += [[*container, *container.values()] for container in plain]
-        for container in containers:
-            if type(container) is dict:
-                continue
-            if issubclass(type(container), dict):
-                self._dictionaries.append(container)
-                self._versions.append(version_of(container))
-                self._contents.append(_contents_of(container))
-                if issubclass(type(container), OrderedDict | defaultdict):  # order and factory are not counted
-                    self._add_items(container if type(container) is OrderedDict else _Items(container))
-            elif type(container) is list and len(container) >= _LONG and HAVE_ADDRESSES:
-                self._long.append(container)
-                self._held.append(container.copy())
-                self._lengths_of_long.append(len(container))
-            else:
-                self._add_items(container if type(container) in (*BASES, Slots) else _Items(container))
-
-    def add_objects(self, objects: Iterable[tuple[Any, dict[str, Any]]], typed: Iterable[Any] = ()) -> None:
-        """Add objects.
-
-        objects   each with the dictionary of all its attributes
-        typed     those of which only the type counts
-        """
-        pairs = list(objects)
-        values, dictionaries = [value for value, _ in pairs], [attributes for _, attributes in pairs]
-        self._objects += values
-        self._of_objects += dictionaries
-        self._getters += [safe_reads.dictionary_getter(type(value)) or safe_reads.attributes_of for value in values]
-        self.add(dictionaries)
-        self._typed += values
-        self._typed += typed
-        self._types = list(map(type, self._typed))
-
-    def _add_items(self, items: Any) -> None:
-        self._lists.append(items)
-        self._lengths.append(len(items))
-        self._starts.append(len(self._items))
-        self._items += items
-
-    def holds_in_turn(self) -> bool:
-        """As `holds`, of very many that have been the same for some boundaries only of those whose turn it is."""
-        plan = self._plan = self._plan or _Plan()
-        plan.extend(self._lengths_of_long, self._lengths, len(self._dictionaries), len(self._typed))
-        due = self.turns.due(plan.parts)
-        return self.turns.note(due, due == NOTHING or (self.holds() if due == ALL else self._look(plan, due)))
-
-    def _look(self, plan: _Plan, part: int) -> bool:
-        """Whether those hold that are in one part."""
-        if len(self._lists) <= _MOST_LENGTHS and list(map(len, self._lists)) != self._lengths:
-            return False
-        if len(self._long) <= _MOST_LENGTHS and list(map(len, self._long)) != self._lengths_of_long:
-            return False
-        pieces, of_dictionaries, of_lists, of_objects = plan.of(part)
-        typed, objects = self._typed[of_objects], self._objects[of_objects]
-        if not all(map(is_, map(type, typed), self._types[of_objects])):
-            return False
-        if not all(map(is_, map(call, self._getters[of_objects], objects), self._of_objects[of_objects])):
-            return False
-        for at, begin in pieces:
-            items, items_before = self._long[at], self._held[at]
-            if len(items) != len(items_before) or not begins_with(items, items_before, begin, _MOST_ITEMS):
-                return False
-        dictionaries = self._dictionaries[of_dictionaries]
-        if not ARE_COUNTED or list(map(version_of, dictionaries)) != self._versions[of_dictionaries]:
-            if not all(map(_are_the_same, map(_contents_of, dictionaries), self._contents[of_dictionaries])):
-                return False
-            self._versions[of_dictionaries] = map(version_of, dictionaries)
-        lists, lengths = self._lists[of_lists], self._lengths[of_lists]
-        if not lists:
-            return True
-        begin = self._starts[of_lists.start]
-        items = self._items[begin : begin + sum(lengths)]
-        return list(map(len, lists)) == lengths and all(map(is_, chain.from_iterable(lists), items))
-
-    def changed(self) -> set[int]:
-        """Ids of those that do not hold now: each is looked at."""
-        ids = {
-            id(dictionary)
-            for dictionary, contents in zip(self._dictionaries, self._contents, strict=True)
-            if not _are_the_same(_contents_of(dictionary), contents)
-        }
-        for short, length, begin in zip(self._lists, self._lengths, self._starts, strict=True):
-            if not _are_the_same(list(short), self._items[begin : begin + length]):
-                ids.add(short.container_id if isinstance(short, _Items | Slots) else id(short))
-        ids.update(
-            id(items)
-            for items, items_before in zip(self._long, self._held, strict=True)
-            if len(items) != len(items_before) or not begins_with(items, items_before)
-        )
-        ids.update(id(value) for value, kind in zip(self._typed, self._types, strict=True) if type(value) is not kind)
-        for value, attributes, getter in zip(self._objects, self._of_objects, self._getters, strict=True):
-            if id(attributes) in ids or getter(value) is not attributes:
-                ids.add(id(value))
-        return ids
-
-    def holds(self) -> bool:
-        """Whether all hold the same objects, in the same order."""
-        changed: Iterable[int] = ()  # places of dictionaries that may have: those of another version than before
-        if not ARE_COUNTED:
-            changed = range(len(self._dictionaries))
-        elif (versions := list(map(version_of, self._dictionaries))) != self._versions:
-            changed = self._differing(versions)
-        for at in changed:
-            if not _are_the_same(_contents_of(self._dictionaries[at]), self._contents[at]):
-                return False
-        if self._lists and not (
-            list(map(len, self._lists)) == self._lengths
-            and all(map(is_, chain.from_iterable(self._lists), self._items))
-        ):
-            return False
-        if self._long and not (
-            list(map(len, self._long)) == self._lengths_of_long and all(map(begins_with, self._long, self._held))
-        ):
-            return False
-        if self._typed and not all(map(is_, map(type, self._typed), self._types)):
-            return False
-        return not self._objects or all(map(is_, map(call, self._getters, self._objects), self._of_objects))
-
-    def _differing(self, versions: list[int]) -> Iterator[int]:
-        pairs = zip(versions, self._versions, strict=True)
-        yield from [at for at, (now, before) in enumerate(pairs) if now != before]
-        self._versions = versions  # all of them hold what they held
-
-
-class _Plan:
-    """In which parts an `Unchanged` is looked at. What is added to it costs time once, for itself alone.
-
-    parts   how many there are
-    """
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[int, int]] = []  # of long lists: which one, and the first of some of its items
-        self._weights: list[int] = []  # items of each piece
-        self._count_of_long = 0
-        self._of_pieces, self._of_lists = _Slices(_TURNS[0]), _Slices(_TURNS[2])
-        self._counts = (0, 0)
-        self.parts = 0
-
-    def extend(self, lengths_of_long: list[int], lengths: list[int], dictionaries: int, objects: int) -> None:
-        """Take up what was added: lengths of all long and short lists, and how many of the others there are."""
-        for at in range(self._count_of_long, len(lengths_of_long)):
-            begins = range(0, lengths_of_long[at], _MOST_ITEMS)
-            self._pieces += [(at, begin) for begin in begins]
-            self._weights += [min(_MOST_ITEMS, lengths_of_long[at] - begin) for begin in begins]
-        self._count_of_long = len(lengths_of_long)
-        self._of_pieces.extend(self._weights)
-        self._of_lists.extend(lengths)
-        self._counts = -(-dictionaries // _TURNS[1]), -(-objects // _TURNS[3])
-        self.parts = max(len(self._of_pieces.begins), len(self._of_lists.begins), *self._counts)
-
-    def of(self, part: int) -> tuple[list[tuple[int, int]], slice, slice, slice]:
-        """(long list, first of some of its items) of each piece, and which dictionaries, short lists and objects."""
-        begins = [part % max(1, count) * turn for count, turn in zip(self._counts, _TURNS[1::2], strict=True)]
-        of_dictionaries, of_objects = (
-            slice(begin, begin + turn) for begin, turn in zip(begins, _TURNS[1::2], strict=True)
-        )
-        return self._pieces[self._of_pieces.of(part)], of_dictionaries, self._of_lists.of(part), of_objects
-
-
-class _Slices:
-    """Slices of at most so many things in a row, and of no more weight than _MOST_ITEMS unless it is one thing.
-
-    begins   of each
-    """
-
-    def __init__(self, most: int) -> None:
-        self.begins: list[int] = []
-        self._most, self._count, self._weight = most, 0, 0
-
-    def extend(self, weights: list[int]) -> None:
-        """Take up what was added to the weights."""
-        for own in weights[self._count :]:
-            is_full = bool(self.begins) and self._count - self.begins[-1] == self._most
-            if not self.begins or is_full or self._weight + own > _MOST_ITEMS:
-                self.begins.append(self._count)
-                self._weight = 0
-            self._weight += own
-            self._count += 1
-
-    def of(self, part: int) -> slice:
-        """One of them; of a part beyond them, again from the first on."""
-        if not self.begins:
-            return slice(0, 0)
-        at = part % len(self.begins)
-        return slice(self.begins[at], self.begins[at + 1] if at + 1 < len(self.begins) else self._count)
 
 
 class Slots:
@@ -443,6 +206,109 @@ class _Items:
         return chain((_factory_of(self._one),), items) if self._has_factory else items
 
 
+@dataclass(eq=False)
+class Kind:
+    """How things of one kind are looked at.
+
+    are_same  whether things are as they were, given lists of these, of what was seen and of notes, which it may renew
+    most      things in a part
+    see       what is seen of a thing, and compared
+    note      what else is noted of it, to look faster
+    weigh     the weight of what was seen
+    limit     weight of a part, unless it is one thing
+    """
+
+    are_same: Callable[[list[Any], list[Any], list[Any]], bool]
+    most: int
+    see: Callable[[Any], Any] = list
+    note: Callable[[Any], Any] | None = None
+    weigh: Callable[[Any, Any], int] = lambda thing, seen: 0
+    limit: int = _MOST_ITEMS
+
+
+class Tracker:
+    """Some things of one kind, which are kept alive, with what was seen of each."""
+
+    __slots__ = ("_begins", "_weighed", "_weight", "kind", "notes", "seen", "things")
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.things: list[Any] = []
+        self.seen: list[Any] = []
+        self.notes: list[Any] = []
+        self._begins: list[int] = []  # of the parts
+        self._weighed = self._weight = 0  # things that are in a part; weight of the last part
+
+    def add(self, things: Iterable[Any], seen: Iterable[Any] | None = None, notes: Iterable[Any] = ()) -> None:
+        """Follow further things.
+
+        seen, notes   of each as it was; None: as it is now
+        """
+        self.things += things
+        if seen is None:
+            seen, notes = map(self.kind.see, things), map(self.kind.note, things) if self.kind.note else ()
+        self.seen += seen
+        self.notes += notes
+
+    def count_parts(self) -> int:
+        """In how many parts they are looked at in turn. What was added costs time once, for itself alone."""
+        begins, first = self._begins, self._weighed
+        for own in map(self.kind.weigh, self.things[first:], self.seen[first:]):
+            is_full = bool(begins) and self._weighed - begins[-1] == self.kind.most
+            if not begins or is_full or self._weight + own > self.kind.limit:
+                begins.append(self._weighed)
+                self._weight = 0
+            self._weight += own
+            self._weighed += 1
+        return len(begins)
+
+    def part(self, number: int) -> tuple[int, int]:
+        """(begin, end) of a part; of one beyond them, again from the first on."""
+        at = number % len(self._begins)
+        return self._begins[at], self._begins[at + 1] if at + 1 < len(self._begins) else self._weighed
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Whether some of the things are as they were."""
+        notes = self.notes[begin:end]
+        are_same = self.kind.are_same(self.things[begin:end], self.seen[begin:end], notes)
+        self.notes[begin:end] = notes
+        return are_same
+
+    def changed(self) -> Iterator[Any]:
+        """Those that are not as they were: each is looked at."""
+        for begin, end in map(self.part, range(self.count_parts())):
+            if not self.holds(begin, end):
+                yield from (self.things[at] for at in range(begin, end) if not self.holds(at, at + 1))
+
+
+def _are_dictionaries_same(things: list[Any], seen: list[Any], versions: list[Any]) -> bool:
+    now = list(map(version_of, things))
+    if now != versions or not ARE_COUNTED:
+        for thing, contents, version, before in zip(things, seen, now, versions, strict=True):
+            if (version != before or not ARE_COUNTED) and not _are_the_same(_contents_of(thing), contents):
+                return False
+        versions[:] = now
+    return True
+
+
+def _are_items_same(things: list[Any], seen: list[Any], notes: list[Any]) -> bool:
+    if list(map(len, things)) != list(map(len, seen)):
+        return False
+    return all(map(is_, chain(*things), chain(*seen)))
+
+
+def _are_long_same(things: list[Any], seen: list[Any], begins: list[Any]) -> bool:
+    is_as_long = list(map(len, things)) == list(map(len, seen))
+    return is_as_long and all(map(begins_with, things, seen, begins, repeat(_MOST_ITEMS)))
+
+
+def _are_answers_same(things: list[Any], seen: list[Any], questions: list[Any]) -> bool:
+    try:
+        return all(map(is_, map(call, questions, things), seen))
+    except TypeError:  # one is of another class now
+        return False
+
+
 def _contents_of(dictionary: dict[Any, Any]) -> list[Any]:
     """Keys and values of a dictionary, without its class's own methods."""
     if type(dictionary) in (dict, OrderedDict):
@@ -453,6 +319,131 @@ def _contents_of(dictionary: dict[Any, Any]) -> list[Any]:
 
 def _are_the_same(items: list[Any], others: list[Any]) -> bool:
     return len(items) == len(others) and all(map(is_, items, others))
+
+
+def _weigh(thing: Any, seen: list[Any]) -> int:
+    return min(_MOST_ITEMS, len(seen))
+
+
+DICTIONARIES = Kind(_are_dictionaries_same, 2048, _contents_of, version_of)
+ITEMS = Kind(_are_items_same, 128, weigh=_weigh)
+LONG_LISTS = Kind(_are_long_same, 64, weigh=_weigh)  # long lists; notes: the first of the items that are looked at
+ANSWERS = Kind(_are_answers_same, 1024)  # objects, each with its type or its dictionary; notes: what answers with that
+
+
+class Piece:
+    """Some values and all below them, which are looked at as one.
+
+    trackers  of all in them, by their kinds
+    turns     of `holds_in_turn`
+    numbers   of the objects in them, by their ids; objects are only ever added
+    """
+
+    __slots__ = ("_apart_from", "numbers", "trackers", "turns")
+
+    def __init__(self, containers: Iterable[Any] = ()) -> None:
+        self.trackers: dict[Kind, Tracker] = {}
+        self.turns = Turns()
+        self.numbers: dict[int, int] = {}
+        self._apart_from: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that hold nothing of these
+        self.add(containers)
+
+    def track(self, kind: Kind, things: Sequence[Any], *known: Iterable[Any]) -> None:
+        """Follow further things of a kind; `known` as for `Tracker.add`."""
+        if things:
+            if kind not in self.trackers:
+                self.trackers[kind] = Tracker(kind)
+            self.trackers[kind].add(things, *known)
+
+    def join(self, other: Piece) -> None:
+        """Follow what another piece follows, too."""
+        for kind, tracker in other.trackers.items():
+            self.track(kind, tracker.things, tracker.seen, tracker.notes)
+
+    def add(self, containers: Iterable[Any]) -> None:
+        """Follow lists, dictionaries, sets, deques or `Slots` with their current contents."""
+        dictionaries, others = [], []
+        for container in containers:
+            kind = type(container)
+            if issubclass(kind, dict):
+                dictionaries.append(container)
+            if kind is list and len(container) >= _LONG and HAVE_ADDRESSES:
+                begins = range(0, len(container), _MOST_ITEMS)
+                self.track(LONG_LISTS, [container] * len(begins), [container.copy()] * len(begins), begins)
+            elif kind is not dict and (not issubclass(kind, dict) or issubclass(kind, OrderedDict | defaultdict)):
+                # Of dictionaries, order and factory are not counted.
+                others.append(container if kind in (*BASES, Slots) else _Items(container))
+        self.track(DICTIONARIES, dictionaries)
+        self.track(ITEMS, others)
+
+    def follow(self, trace: Any) -> None:
+        """Follow all that nodes depend on: a `Trace` (kept.py)."""
+        values, dictionaries = [value for value, _ in trace.objects], [attributes for _, attributes in trace.objects]
+        getters = [safe_reads.dictionary_getter(type(value)) or safe_reads.attributes_of for value in values]
+        self.add([*trace.contents, *dictionaries])
+        typed = [*values, *trace.typed]
+        self.track(ANSWERS, typed, map(type, typed), [type] * len(typed))
+        self.track(ANSWERS, values, dictionaries, getters)
+
+    def holds(self) -> bool:
+        """Whether all is as it was: containers hold the same objects, in the same order."""
+        try:
+            for kind in self.trackers:  # with few calls: this is asked of each object at each boundary
+                tracker = self.trackers[kind]
+                if not kind.are_same(tracker.things, tracker.seen, tracker.notes):
+                    return False
+        except RuntimeError:  # another thread is changing it
+            return False
+        return True
+
+    def holds_in_turn(self, is_whole: bool = False) -> bool:
+        """As `holds`, of very much that has been the same for some boundaries only of what is due.
+
+        is_whole   nothing is left to its turn
+        """
+        parts = map(Tracker.count_parts, self.trackers.values())
+        due = ALL if is_whole else self.turns.due(max(parts, default=0))
+        return self.turns.note(due, due == NOTHING or (self.holds() if due == ALL else self._look(due)))
+
+    def _look(self, part: int) -> bool:
+        """Whether that is as it was which is in one part."""
+        try:
+            for kind, tracker in self.trackers.items():
+                is_short = kind in (ITEMS, LONG_LISTS) and len(tracker.things) <= _MOST_LENGTHS
+                if is_short and list(map(len, tracker.things)) != list(map(len, tracker.seen)):
+                    return False
+                if not tracker.holds(*tracker.part(part)):
+                    return False
+        except RuntimeError:
+            return False
+        return True
+
+    def changed(self) -> set[int]:
+        """Ids of what is not as it was."""
+        ids = {
+            thing.container_id if isinstance(thing, _Items | Slots) else id(thing)
+            for tracker in self.trackers.values()
+            for thing in tracker.changed()
+        }
+        objects = self.trackers.get(ANSWERS)
+        pairs = zip(objects.things, objects.seen, strict=True) if objects else ()
+        return ids | {id(value) for value, answer in pairs if id(answer) in ids}
+
+    def is_apart(self, snapshot: Any) -> bool:
+        """Whether a walk has met nothing of it."""
+        own = self.numbers
+        if not snapshot.numbers.keys().isdisjoint(own.keys()):
+            return False
+        if len(self._apart_from) > len(snapshot.rows):  # those that are gone are not kept alive
+            self._apart_from.clear()
+        for rows in snapshot.rows:
+            marks = (rows, len(own), len(rows))  # objects are only ever added to both
+            before = self._apart_from.get(id(rows))
+            if before is None or before[0] is not rows or before[1:] != marks[1:]:
+                if not rows.keys().isdisjoint(own.keys()):
+                    return False
+                self._apart_from[id(rows)] = marks
+        return True
 
 
 class Remembered(Generic[V]):

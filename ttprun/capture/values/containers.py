@@ -81,7 +81,7 @@ def _items(snapshot: Snapshot, value: Any, items: Any, depth: int, which: int = 
     kept = kept_items(snapshot, value, items, which)
     if snapshot.is_separate:
         return kept or snapshot.items(list(items), depth)
-    if (kept is not None and kept.data) or len(items if kept is None else kept.trace.contents) > MANY_ROWS:
+    if (kept is not None and kept.samples) or len(items if kept is None else kept.trace.contents) > MANY_ROWS:
         snapshot.trace.open += 1  # what is in it is looked at here
     elif kept is not None:
         snapshot.trace.add(kept.trace)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ttprun.capture.records.nodes import DataTreeNode, Number, ReferenceNode
 from ttprun.capture.records.packing import MISSING, SETTLED, name_of, pack
-from ttprun.capture.values.changes import Clock, Remembered, Unchanged
-from ttprun.capture.values.kept import Apart, attributes_of_containers, lasting_numbers
+from ttprun.capture.values.changes import Clock, Remembered
+from ttprun.capture.values.kept import attributes_of_containers, lasting_numbers
 from ttprun.capture.values.large import SMALL_BYTES, note_restored
-from ttprun.capture.values.long_items import Walk, may_follow
+from ttprun.capture.values.long_items import DataPiece, Walk, may_follow
 from ttprun.capture.values.objects import form_of_class, record_object, record_value_object
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
@@ -182,73 +182,58 @@ class _Left:
         return self.boundary == Clock.boundary and id(value) in self.ids
 
 
-class DataTree:
+class DataTree(DataPiece):
     """A list or dictionary that has never changed, and all that is in it.
 
     root      the container
     length    of it
     packed    its node, whose numbers begin at 0; empty of a large one, and of one with tensors or arrays
     first     its number; the others follow
-    objects   all that have a number, in the order of the numbers; the root is the first
-    numbers   of these, by their ids
     outside   (id, number) of each object that is referred to and is not in the tree
     """
 
     def __init__(self, root: Any, walk: _Walk, packed: bytes, outside: list[tuple[int, int]]) -> None:
+        super().__init__()
         self.root, self.length, self.outside = root, length_of(root), outside
         self.digest = xxhash.xxh3_64_hexdigest(packed)
         others = sum(len(tree.packed) for tree in _trees.now.values())
-        is_exact = walk.is_exact and not walk.samples and others + len(packed) <= SMALL_TREE_BYTES
+        is_exact = walk.is_exact and not walk.samples.things and others + len(packed) <= SMALL_TREE_BYTES
         self.packed: bytes = packed if is_exact else b""
-        self.objects = walk.alive
-        self.first = lasting_numbers(len(self.objects))
-        self.numbers = {id(value): number for number, value in enumerate(self.objects, self.first)}
-        self._samples = walk.samples
-        self._apart = Apart()
-        self._tracked = Unchanged(walk.trace.contents)
-        self._tracked.add_objects(
-            [*walk.trace.objects, *attributes_of_containers(walk.trace.contents)], walk.trace.typed
-        )
+        self.first = lasting_numbers(len(walk.alive))
+        self._alive = walk.alive
+        self.numbers = {id(value): number for number, value in enumerate(walk.alive, self.first)}
+        walk.trace.objects += attributes_of_containers(walk.trace.contents)
+        self.follow(walk.trace)
+        self.follow_samples(walk.samples)
 
-    def holds(self) -> bool:
+    def holds_now(self) -> bool:
         """Whether all is as it was, as far as a boundary has time to look."""
-        try:
-            return (
-                length_of(self.root) == self.length
-                and self._tracked.holds_in_turn()
-                and (not self._samples or self._samples.hold(False))
-            )
-        except RuntimeError:  # another thread is changing it
-            return False
+        return length_of(self.root) == self.length and self.holds_in_turn()
 
     def node(self, snapshot: Snapshot) -> DataTreeNode | None:
         """Its node, after it has entered the walk; None if this walk has met a part of it before."""
-        numbers, samples = snapshot.numbers, self._samples
+        numbers = snapshot.numbers
         if any(numbers.get(key) != number for key, number in self.outside):
             return None
-        if not self._apart.are(self.numbers, snapshot):
+        if not self.is_apart(snapshot) or (self.samples and self.shares_memory(snapshot)):
             return None
-        if samples and any(samples.owner_of(address) is not None for address in snapshot.storages):
-            return None  # the same of their memory
         numbers[id(self.root)] = self.first
         snapshot.alive.append(self.root)
         snapshot.rows.append(self.numbers)
         snapshot.trace.open += 1  # what is in it is looked at here
-        if samples:
-            snapshot.data.append((samples, self.first))
-        age = max(self._tracked.turns.age, samples.turns.age)
+        if self.samples:
+            snapshot.data.append(self)
         outside = [ReferenceNode(number) for _, number in self.outside]
-        kind, count = name_of(type(self.root)), len(self.objects)
+        kind, count, age = name_of(type(self.root)), len(self.numbers), self.turns.age
         return DataTreeNode(Number(self.first), kind, self.length, self.digest, count, outside, self.packed, age)
 
     def split(self) -> set[int]:
         """Ids of the objects in it that are as they were. What has changed is data no more, large arrays too."""
-        samples = self._samples.changed()
-        for value in samples:
-            if value.nbytes > SMALL_BYTES:
+        changed = self.changed()
+        for value in self.samples:
+            if id(value) in changed and value.nbytes > SMALL_BYTES:
                 note_restored(value)
-        changed = self._tracked.changed() | set(map(id, samples))
-        return {key for key in self.numbers if key not in changed}
+        return self.numbers.keys() - changed
 
 
 _trees: Remembered[DataTree] = Remembered()  # by the id of the root
@@ -270,7 +255,7 @@ def node_of(snapshot: Snapshot, value: Any) -> DataTreeNode | None:
         if tree is None:
             return None
         _trees.keep(id(value), tree)
-    elif not tree.holds():
+    elif not tree.holds_now():
         _left.add(tree)
         for trees in (_trees.now, _trees.before):
             trees.pop(id(value), None)
@@ -325,7 +310,8 @@ def _made(snapshot: Snapshot, value: Any, is_left: bool) -> DataTree | None:
     if _changed and any(id(inner) in _changed for inner in walk.alive):
         return None
     packed = pack(node)
-    if walk.samples and walk.samples.size_bytes <= SMALL_BYTES and len(packed) <= DATA_BYTES:
+    samples = walk.samples.things
+    if samples and sum(sample.nbytes for sample in samples) <= SMALL_BYTES and len(packed) <= DATA_BYTES:
         return None  # their elements are recorded, too
     ids = {number: key for key, number in snapshot.numbers.items()}
     outside = [(ids[number], number) for number in walk.outside if number in ids]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import SETTLED, pack
-from ttprun.capture.values.changes import ARE_COUNTED, BASES, Clock, Slots, Unchanged, version_of
+from ttprun.capture.values.changes import ARE_COUNTED, BASES, Clock, Piece, Slots, version_of
 from ttprun.introspect.safe_reads import dictionary_of, slots_of
 
 Snapshot = Any  # snapshot.py imports this module
@@ -67,64 +67,39 @@ class Trace:
         self.objects += other.objects
         self.typed += other.typed
 
+    def marks(self) -> tuple[int, ...]:
+        """Where a walk is, for `since`."""
+        return tuple(map(len, (self.contents, self.objects, self.typed, self.referred)))
 
-class Apart:
-    """Whether a walk has met nothing of some objects."""
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
-
-    def are(self, own: dict[int, int], snapshot: Snapshot) -> bool:
-        """Whether it is so now.
-
-        own   numbers of the objects, by their ids: always the same dictionary, to which things are only ever added
-        """
-        if not snapshot.numbers.keys().isdisjoint(own.keys()):
-            return False
-        if len(self._known) > len(snapshot.rows):  # those that are gone are not kept alive
-            self._known.clear()
-        for rows in snapshot.rows:
-            marks = (rows, len(own), len(rows))  # objects are only ever added to both
-            before = self._known.get(id(rows))
-            if before is None or before[0] is not rows or before[1:] != marks[1:]:
-                if not rows.keys().isdisjoint(own.keys()):
-                    return False
-                self._known[id(rows)] = marks
-        return True
+    def since(self, marks: tuple[int, ...]) -> Trace:
+        """What the nodes since then depend on."""
+        made = Trace()
+        made.contents, made.objects = self.contents[marks[0] :], self.objects[marks[1] :]
+        made.typed, made.referred = self.typed[marks[2] :], self.referred[marks[3] :]
+        return made
 
 
-class Kept:
+class Kept(Piece):
     """The nodes of the values of some names, and what they depend on.
 
     names, values   one each
     nodes           by name
-    contents, objects, typed   as in a `Trace`
+    trace           what they depend on
     alive           the objects that have a number, in the order in which they were met
-    numbers         of these, by their ids
     elsewhere       numbers of the objects that are only referred to, by their ids
     depends         it has any of these; else it is of values that never change
     parts           the same of each name alone; empty if there is one name
     """
 
-    __slots__ = (
-        *("_apart", "_packed", "_unchanged", "alive", "contents", "depends", "elsewhere", "names", "nodes", "numbers"),
-        *("objects", "parts", "typed", "values"),
-    )
+    __slots__ = ("_packed", "alive", "depends", "elsewhere", "names", "nodes", "parts", "trace", "values")
 
     def __init__(self, nodes: dict[str, Any], values: list[Any]) -> None:
+        super().__init__()
         self.names, self.values, self.nodes = list(nodes), values, nodes
-        self.contents: list[Any] = []
-        self.objects: list[tuple[Any, dict[str, Any]]] = []
-        self.typed: list[Any] = []
+        self.trace = Trace()
         self.alive: list[Any] = []
-        self.numbers: dict[int, int] = {}
         self.elsewhere: dict[int, int] = {}
-        self.depends = True
         self.parts: list[Kept] = []
-        self._unchanged = Unchanged()
-        self._apart = Apart()
         self._packed: FixedNode | None = None
 
     @classmethod
@@ -133,20 +108,16 @@ class Kept:
 
         marks   as `marks_in` has returned them before
         """
-        trace, numbers = snapshot.trace, snapshot.numbers
         made = cls({name: node}, [value])
-        made.contents = trace.contents[marks[0] :]
-        if not all(map(_may_be_followed, made.contents)):
+        made.trace = snapshot.trace.since(marks)
+        if not all(map(_may_be_followed, made.trace.contents)):
             return None
-        made.objects = list({id(pair[0]): pair for pair in trace.objects[marks[1] :]}.values())
-        made.objects += attributes_of_containers(made.contents)
-        made.typed = trace.typed[marks[2] :]
-        made.alive = [item for item in snapshot.alive[marks[4] :] if numbers.get(id(item)) is not None]
-        made.numbers = {id(item): number for item in made.alive if (number := numbers[id(item)]) is not None}
-        made.elsewhere = {key: number for key, number in trace.referred[marks[3] :] if key not in made.numbers}
-        made._unchanged = Unchanged(made.contents)
-        made._unchanged.add_objects(made.objects, made.typed)
-        made._note_what_counts()
+        made.trace.objects = list({id(pair[0]): pair for pair in made.trace.objects}.values())
+        made.trace.objects += attributes_of_containers(made.trace.contents)
+        made.alive = [item for item in snapshot.alive[marks[4] :] if snapshot.numbers.get(id(item)) is not None]
+        made.numbers = {id(item): snapshot.numbers[id(item)] for item in made.alive}
+        made._note_elsewhere(made.trace.referred)
+        made.follow(made.trace)
         return made
 
     @classmethod
@@ -159,21 +130,16 @@ class Kept:
         made = cls(nodes, [value for part in parts for value in part.values])
         made.parts = parts
         for part in parts:
-            made.contents += part.contents
-            made.objects += part.objects
-            made.typed += part.typed
+            made.trace.add(part.trace)
             made.alive += part.alive
             made.numbers.update(part.numbers)
-        referred = (item for part in parts for item in part.elsewhere.items())
-        made.elsewhere = {key: number for key, number in referred if key not in made.numbers}
-        made._unchanged = Unchanged.joined(
-            [part._unchanged for part in parts if part.contents or part.objects or part.typed]
-        )
-        made._note_what_counts()
+            made.join(part)
+        made._note_elsewhere([item for part in parts for item in part.elsewhere.items()])
         return made
 
-    def _note_what_counts(self) -> None:
-        self.depends = bool(self.contents or self.objects or self.typed or self.alive or self.elsewhere)
+    def _note_elsewhere(self, referred: list[tuple[int, int]]) -> None:
+        self.elsewhere = {key: number for key, number in referred if key not in self.numbers}
+        self.depends = bool(self.trackers or self.alive or self.elsewhere)
 
     @property
     def packed(self) -> FixedNode:
@@ -182,41 +148,27 @@ class Kept:
             self._packed = FixedNode(pack(self.nodes))
         return self._packed
 
-    def holds(self, snapshot: Snapshot) -> bool:
+    def fits(self, snapshot: Snapshot) -> bool:
         """Whether this walk would find the same nodes."""
-        if self.contents or self.objects or self.typed:
-            try:  # as `holds_alone`: this is asked of each object at each boundary
-                if not self._unchanged.holds():
-                    return False
-            except RuntimeError:
-                return False
-            if self.numbers and not self._apart.are(self.numbers, snapshot):
-                return False
-        return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
-
-    def holds_alone(self) -> bool:
-        """Whether nothing has changed that the nodes depend on."""
-        try:
-            return self._unchanged.holds()
-        except RuntimeError:  # another thread is changing it
+        if self.trackers and not (self.holds() and (not self.numbers or self.is_apart(snapshot))):
             return False
+        return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
 
     def enter(self, snapshot: Snapshot) -> None:
         """The walk has met all of it."""
-        trace = snapshot.trace
+        trace, own = snapshot.trace, self.trace
         if self.numbers:
             snapshot.numbers.update(self.numbers)
             snapshot.alive += self.alive
-        trace.contents += self.contents
-        trace.objects += self.objects
-        trace.typed += self.typed
+        trace.contents += own.contents  # and no call: this is done for each object at each boundary
+        trace.objects += own.objects
+        trace.typed += own.typed
         if self.elsewhere:
             trace.referred += self.elsewhere.items()
 
     def holding(self, snapshot: Snapshot) -> list[Kept]:
         """Those of the parts that hold."""
-        fine = [part for part in self.parts if part.holds_alone() and part._apart.are(part.numbers, snapshot)]
-        return _fitting(fine, snapshot.numbers)
+        return _fitting([part for part in self.parts if part.holds() and part.is_apart(snapshot)], snapshot.numbers)
 
 
 def attributes_of_containers(containers: list[Any]) -> list[tuple[Any, dict[str, Any]]]:
@@ -245,8 +197,7 @@ def _may_be_followed(container: Any) -> bool:
 
 def marks_in(snapshot: Snapshot) -> tuple[int, ...]:
     """Where a walk is, for `Kept.of`."""
-    trace = snapshot.trace
-    return tuple(map(len, (trace.contents, trace.objects, trace.typed, trace.referred, snapshot.alive)))
+    return *snapshot.trace.marks(), len(snapshot.alive)
 
 
 def _fitting(parts: list[Kept], met: Mapping[int, int | None] | None = None) -> list[Kept]:
@@ -327,7 +278,7 @@ class Names:
             self._look_at(scope)
             self._version = version
         if self.kept is not None and self.kept.depends:
-            if not self.kept.holds(snapshot):
+            if not self.kept.fits(snapshot):
                 self._keep(self.kept, self.kept.holding(snapshot))
             if self.kept is not None:
                 self.kept.enter(snapshot)
@@ -391,14 +342,14 @@ class Names:
     def _keep(self, kept: Kept, parts: list[Kept]) -> None:
         """Go on with these parts; what refers to things that have not been met yet is late, others get a strike."""
         lost = [part for part in kept.parts if part not in parts]
-        late = [part for part in lost if part.elsewhere and part.holds_alone()]
+        late = [part for part in lost if part.elsewhere and part.holds()]
         self._strikes.update(part.names[0] for part in lost if part not in late)
         if late:
             late = [*(() if self.late is None else self.late.parts), *late]
         self._set(Kept.joined(parts), Kept.joined(late) if late else self.late)
 
     def _nodes_of_late(self, late: Kept, snapshot: Snapshot, scope: dict[str, Any], depth: int) -> dict[str, Any]:
-        if late.holds(snapshot):
+        if late.fits(snapshot):
             late.enter(snapshot)
             return late.nodes
         holding = Kept.joined(late.holding(snapshot))

@@ -7,7 +7,7 @@ items may be referenced elsewhere too, such as a loop's current row: they have n
 boundary. Begin with `kept_items`.
 
 Small tensors and arrays in large numbers, as a dataset in memory holds them, are compared like one large array
-(`SmallData`): each by its address, by its version counter if it has one, and by a hash of its elements.
+(`SAMPLES`): each by its address, by its version counter if it has one, and by a hash of its elements.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ttprun.capture.records.nodes import DataNode, Node, Number, RefusedNode, TensorNode, WeightNode
 from ttprun.capture.records.packing import SETTLED, pack
-from ttprun.capture.values.changes import ALL, NOTHING, Remembered, Turns, Unchanged, begins_with
-from ttprun.capture.values.kept import Apart, Trace, lasting_numbers
+from ttprun.capture.values.changes import ALL, NOTHING, Kind, Piece, Remembered, Tracker, Turns, begins_with
+from ttprun.capture.values.kept import Trace, lasting_numbers
 from ttprun.capture.values.large import SMALL_BYTES, TENSOR_BYTES, TURN_BYTES, WHOLE_BYTES, fingerprint_of_all, form_of
 from ttprun.capture.values.objects import record_object, record_value_object
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
@@ -36,7 +36,6 @@ from ttprun.introspect.model_tensors import is_distributed, local_of
 from ttprun.introspect.ownership import is_script_code
 from ttprun.introspect.safe_reads import is_a
 
-_TURN = 64  # that are a part, at most
 _PLAIN_KINDS = "biufc"  # of dtypes whose elements are read as a buffer
 _version_of: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
@@ -56,80 +55,6 @@ def is_alone(value: Any) -> bool:
         return False
     storage = value.untyped_storage()
     return 0 < storage.nbytes() == value.nbytes and storage.resizable()
-
-
-class SmallData:
-    """Some tensors and arrays, which are kept alive, with their elements as they were when they were added.
-
-    size_bytes   of all
-    turns        of `hold`
-    """
-
-    __slots__ = (
-        *("_begins", "_hashes", "_memories", "_places", "_values"),
-        *("size_bytes", "turns"),
-    )
-
-    def __init__(self) -> None:
-        self._values: list[Any] = []
-        self._memories: list[tuple[int, int, int]] = []  # (address, end, number) of small ones
-        self._begins: list[int] = []  # of these, in order; [] until it is asked for
-        self._places: list[tuple[int, Any]] = []
-        self._hashes: list[bytes] = []
-        self.size_bytes = 0
-        self.turns = Turns()
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, value: Any, number: int) -> DataNode:
-        """Follow one more that `may_follow` allows; returns a node for comparisons alone.
-
-        number   of the value, in its walk
-        """
-        digest = _hash_of(value)
-        self._values.append(value)
-        self._places.append(_place_of(value))
-        self._hashes.append(digest)
-        self.size_bytes += value.nbytes
-        at, end = _memory_of(value)
-        if 0 < end - at <= SMALL_BYTES:
-            self._memories.append((at, end, number))
-            self._begins = []
-        dtype, shape = form_of(value) or ("", [])
-        return DataNode(dtype, shape, digest, 0)
-
-    def owner_of(self, address: int) -> tuple[int, int] | None:
-        """(number, bytes before the address) of one in whose memory an address lies, if that is small."""
-        if not self._begins:
-            self._memories = _without_inner(self._memories)
-            self._begins = [begin for begin, *_ in self._memories]
-        at = bisect_right(self._begins, address) - 1
-        if at < 0 or address >= self._memories[at][1]:
-            return None
-        begin, _, number = self._memories[at]
-        return number, address - begin
-
-    def hold(self, is_whole: bool) -> bool:
-        """Whether all are as they were, as far as a boundary has time to look.
-
-        is_whole   nothing is left to its turn
-        """
-        count, turn = len(self._values), max(1, min(_TURN, TURN_BYTES * len(self._values) // max(1, self.size_bytes)))
-        due = ALL if is_whole else self.turns.due(-(-count // turn))
-        begin, end = (0, count) if due == ALL else (due * turn, min(count, (due + 1) * turn))
-        return self.turns.note(due, due == NOTHING or self._are_same(begin, end))
-
-    def changed(self) -> list[Any]:
-        """Those that are not as they were: each is looked at."""
-        before = zip(self._values, self._places, self._hashes, strict=True)
-        return [value for value, place, digest in before if _place_of(value) != place or _hash_of(value) != digest]
-
-    def _are_same(self, begin: int, end: int) -> bool:
-        values = self._values[begin:end]
-        if list(map(_place_of, values)) != self._places[begin:end]:
-            return False
-        return list(map(_hash_of, values)) == self._hashes[begin:end]
 
 
 def _hash_of(value: Any) -> bytes:
@@ -169,6 +94,50 @@ def _place_of(value: Any) -> tuple[int, Any]:
     return value.__array_interface__["data"][0], value.shape
 
 
+def _are_samples_same(things: list[Any], hashes: list[Any], places: list[Any]) -> bool:
+    return list(map(_place_of, things)) == places and list(map(_hash_of, things)) == hashes
+
+
+SAMPLES = Kind(_are_samples_same, 64, _hash_of, _place_of, lambda sample, _: int(sample.nbytes), TURN_BYTES)
+
+
+class DataPiece(Piece):
+    """A piece that may have small tensors and arrays in it.
+
+    samples   those that are followed
+    """
+
+    __slots__ = ("_begins", "_memories", "samples")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[Any] = []
+        self._memories: list[tuple[int, int, int]] = []  # (address, end, number) of small samples
+        self._begins: list[int] = []  # of these, in order
+
+    def owner_of(self, address: int) -> tuple[int, int] | None:
+        """(number, bytes before the address) of a sample in whose memory an address lies, if that is small."""
+        if not self._begins:
+            memories = [(*_memory_of(sample), self.numbers[id(sample)]) for sample in self.samples]
+            self._memories = _without_inner([memory for memory in memories if 0 < memory[1] - memory[0] <= SMALL_BYTES])
+            self._begins = [begin for begin, *_ in self._memories]
+        at = bisect_right(self._begins, address) - 1
+        if at < 0 or address >= self._memories[at][1]:
+            return None
+        begin, _, number = self._memories[at]
+        return number, address - begin
+
+    def follow_samples(self, samples: Tracker) -> None:
+        """Follow what a walk has met; it may meet more later."""
+        if samples.things:
+            self.trackers[SAMPLES], self.samples = samples, samples.things
+            self._begins = []
+
+    def shares_memory(self, snapshot: Snapshot) -> bool:
+        """Whether a walk has met the memory of a sample."""
+        return any(self.owner_of(address) is not None for address in snapshot.storages)
+
+
 MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
 MANY_ROWS = 512  # objects in a container, above which they are not added to those that a walk has met
@@ -183,7 +152,7 @@ class Walk(Snapshot):
     """A walk that assigns numbers of its own.
 
     is_relative   they begin at 0: equal items in two processes have equal nodes
-    samples       the tensors and arrays met, if these are followed: in a walk with relative numbers
+    samples       the tensors and arrays met that are followed
     """
 
     has_limit = False
@@ -191,7 +160,7 @@ class Walk(Snapshot):
     def __init__(self, is_relative: bool) -> None:
         super().__init__({}, is_separate=True)
         self.is_relative = is_relative
-        self.samples = SmallData()
+        self.samples = Tracker(SAMPLES)
 
     def node(self, value: Any, depth: int) -> Any:
         if type(value) is Tensor and not value.is_cpu:
@@ -200,12 +169,15 @@ class Walk(Snapshot):
         if id(value) in self.numbers or not may_follow(value):
             return super().node(value, depth)
         if self.is_relative:
-            return self.samples.add(value, self.number(value))
+            self.samples.add([value])
+            self.number(value)
+            dtype, shape = form_of(value) or ("", [])
+            return DataNode(dtype, shape, self.samples.seen[-1], 0)
         is_whole, n_open = is_alone(value), self.trace.open
         node = super().node(value, depth)
         if is_whole and type(node) is TensorNode:
             self.trace.open = n_open
-            self.samples.add(value, node.number)
+            self.samples.add([value])
         return node
 
     def number(self, value: Any) -> Number:
@@ -215,34 +187,19 @@ class Walk(Snapshot):
         return Number(number)
 
 
-class KeptItems:
+class KeptItems(DataPiece):
     """What is remembered of the items of one container.
 
     packed    their nodes, one after the other
-    numbers   of the lists and dictionaries in them, by their ids
-    first     in a container of more than MAX_ITEMS, the lowest of these
-    data      the tensors and arrays in them, if these are followed
-    objects   the same lists and dictionaries, in the order of their numbers
+    first     in a container of more than MAX_ITEMS, the lowest number of the lists and dictionaries in them
+    objects   these lists and dictionaries, in the order of their numbers
     trace     what the nodes depend on, besides the items themselves
     age       how many boundaries ago each of the items, and what is in them, was looked at, at most
     """
 
     __slots__ = (
-        *(
-            "data",
-            "_apart",
-            "_digest",
-            "_digest_of",
-            "_inner",
-            "_failures",
-            "_items",
-            "_memory",
-            "_order",
-            "_stepped",
-            "_walk",
-            "_walks_left",
-        ),
-        *("_whole", "first", "numbers", "objects", "packed", "trace", "age"),
+        *("_digest", "_digest_of", "_failures", "_items", "_memory", "_order", "_stepped", "_walk", "_walks_left"),
+        *("_whole", "age", "first", "objects", "packed", "trace"),
     )
 
     def __init__(self) -> None:
@@ -250,22 +207,18 @@ class KeptItems:
         self._forget()
 
     def _forget(self) -> None:
+        super().__init__()
         self._items: list[Any] = []
         self._memory: list[int] = []  # where each item lies, if they are what optimizers update
         self._stepped: Any = None
         self._walk: Walk | None = None
-        self.data = SmallData()
-        self._whole: Unchanged | None = None
-        self._inner = Unchanged()
+        self._whole: Piece | None = None
         self.trace = Trace()
         self._digest, self._digest_of = "", -1
         self._order = Turns()  # of the items themselves
-        self.age = 0
         self.packed = bytearray()
-        self.numbers: dict[int, int] = {}
-        self._apart = Apart()
         self.objects: list[Any] = []
-        self.first = 0
+        self.first = self.age = 0
 
     @property
     def digest(self) -> str:
@@ -292,26 +245,19 @@ class KeptItems:
         if is_as_it_was or not had_rows or len(items) > MAX_ITEMS:
             if len(self._items) == len(items) or self._add(container, items, snapshot):
                 if self._whole is None and type(container) is dict:
-                    self._whole = Unchanged((container,))
+                    self._whole = Piece((container,))
                 return True
             self._forget()
         self._walks_left = WALKS << min(self._failures, 6)
         self._failures += 1
         return False
 
-    def is_apart(self, snapshot: Snapshot) -> bool:
-        """Whether nothing in the items has been met before in this walk."""
-        return self._apart.are(self.numbers, snapshot)
-
     def _is_as_it_was(self, items: Any, snapshot: Snapshot) -> bool:
         """Whether what is known of the first items is so now."""
         count = len(self._items)
         if len(items) != count and (self._memory or (self.objects and len(items) > MAX_ITEMS)):
             return False
-        holds = self._inner.holds if snapshot.is_separate else self._inner.holds_in_turn
-        if (self.objects or self.trace.contents) and not holds():
-            return False
-        if self.data and not self.data.hold(snapshot.is_separate):
+        if self.trackers and not self.holds_in_turn(snapshot.is_separate):
             return False
         if self._memory and not self._is_in_place(items, snapshot):
             return False
@@ -322,9 +268,7 @@ class KeptItems:
             is_in_turns = len(items) == count > _MOST[type(items) is list] and not snapshot.is_separate
             if not self._begins_with_known(items, is_in_turns):
                 return False
-        self.age = 0
-        if not snapshot.is_separate:
-            self.age = max(self._inner.turns.age, self.data.turns.age, self._order.age)
+        self.age = 0 if snapshot.is_separate else max(self.turns.age, self._order.age)
         return True
 
     def _begins_with_known(self, items: Any, is_in_turns: bool) -> bool:
@@ -357,7 +301,7 @@ class KeptItems:
             first = next(iter(items))
             if type(first) is Tensor and not first.is_cpu:  # its node would be a copy of its own to the CPU
                 return False
-            nodes = self._weights(added, snapshot) if issubclass(type(first), Tensor) and not self.data else None
+            nodes = self._weights(added, snapshot) if issubclass(type(first), Tensor) and not self.samples else None
             if nodes is not None:
                 self._memory, self._stepped = _pointers([*items]), snapshot.stepped
             else:
@@ -381,19 +325,17 @@ class KeptItems:
 
     def _rows(self, container: Any, added: list[Any], is_long: bool) -> list[Any] | None:
         walk = self._walk = self._walk or Walk(is_long)
-        self.data = walk.samples
         begin = len(walk.alive)
         if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
             return None  # one of the script's own may be given attributes
         self.trace = walk.trace
-        lengths = len(self.trace.contents), len(self.trace.objects), len(self.trace.typed)
+        marks = walk.trace.marks()
         nodes = walk.items(added, 0)
-        trace = self.trace
-        if id(container) in walk.numbers or trace.open:
+        if id(container) in walk.numbers or walk.trace.open:
             return None
         new = walk.alive[begin:]
-        self._inner.add(trace.contents[lengths[0] :])
-        self._inner.add_objects(trace.objects[lengths[1] :], trace.typed[lengths[2] :])
+        self.follow(walk.trace.since(marks))
+        self.follow_samples(walk.samples)
         self.objects += new
         if is_long:
             self.first = lasting_numbers(len(new))
@@ -441,10 +383,10 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
     if kept.numbers:
         if is_compared or not kept.is_apart(snapshot):
             return None  # something in them has been met, and has another number
-        if kept.data:
-            if any(kept.data.owner_of(address) is not None for address in snapshot.storages):
-                return None  # the same of their memory
-            snapshot.data.append((kept.data, kept.first))
+        if kept.samples:
+            if kept.shares_memory(snapshot):
+                return None
+            snapshot.data.append(kept)
         if len(kept.numbers) > MANY_ROWS:
             snapshot.rows.append(kept.numbers)
         else:

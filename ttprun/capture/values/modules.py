@@ -28,7 +28,7 @@ from ttprun.capture.records.packing import (
     pack,
     unpack_description,
 )
-from ttprun.capture.values.changes import ARE_COUNTED, Remembered, Unchanged, version_of
+from ttprun.capture.values.changes import ARE_COUNTED, Piece, Remembered, version_of
 from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.histories import forget_gradient
 from ttprun.capture.values.kept import lasting_numbers
@@ -147,7 +147,7 @@ class _Layout:
         self.learnt = list(map(_HOOKED, self.parameters))
         of_parameters = [table for _, *tables in self.learnt for table in tables if table is not None]
         of_parts = [scope[name] for scope in self.scopes for name in ("_modules", "_parameters", "_buffers")]
-        self.structure = Unchanged([*of_parts, *hook_tables, *of_parameters])
+        self.structure = Piece([*of_parts, *hook_tables, *of_parameters])
         self.packed = pack(described)
 
     def _tensors(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> list[tuple[str, list[int]]]:

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -107,13 +107,6 @@ _numbers: Remembered[int] = Remembered()  # by id: of what has died another obje
 _attributes: Remembered[tuple[Any, Names]] = Remembered()  # by the id of an object's dictionary; with what is left out
 
 
-class Samples(Protocol):
-    """Small tensors and arrays in a container (long_items.py)."""
-
-    def owner_of(self, address: int) -> tuple[int, int] | None:
-        """(number, bytes before the address) of the one in whose memory an address lies."""
-
-
 class Snapshot:
     """One walk over the user's variables at a boundary.
 
@@ -127,7 +120,7 @@ class Snapshot:
     generator_loops   active loops in suspended generators of the user's
     numbers    number of each object met so far, by its id; None of one that no node defines
     rows       the same, of the objects in each container that holds very many
-    data       samples in the containers met, and what is to be added to a number that these know
+    data       the pieces met that have samples (`DataPiece`, long_items.py)
     storages   number of the tensor, or large array, with which a storage was recorded, by the storage's address
     memories   (address, end, number) of each small numpy array with memory of its own
     arrays     (hash, whether it has ever changed) of each large numpy array met so far, by its id
@@ -156,7 +149,7 @@ class Snapshot:
         self.generator_loops: list[LoopRecord] = []
         self.numbers: dict[int, int | None] = {}
         self.rows: list[dict[int, int]] = []
-        self.data: list[tuple[Samples, int]] = []
+        self.data: list[Any] = []
         self.storages: dict[int, int] = {}
         self.memories: list[tuple[int, int, int]] = []
         self.arrays: dict[int, tuple[bytes, bool]] = {}
@@ -199,10 +192,8 @@ class Snapshot:
 
     def owner_of(self, address: int) -> tuple[int | None, int]:
         """(number, bytes before the address) of the sample in whose memory an address lies; (None, 0) if in none."""
-        for samples, shift in self.data:
-            if (owner := samples.owner_of(address)) is not None:
-                return owner[0] + shift, owner[1]
-        return None, 0
+        owners = (piece.owner_of(address) for piece in self.data)
+        return next((owner for owner in owners if owner is not None), (None, 0))
 
     def number(self, value: Any) -> Number:
         """The number of an object that is met for the first time: the same at each boundary."""
