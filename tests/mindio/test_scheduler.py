@@ -129,7 +129,7 @@ def test_a_rank_whose_memory_the_scheduler_calls_faulty_repairs_it_in_its_proces
 
 
 def test_a_fault_that_is_known_already_is_no_news(node: FakeNode, scheduler: Scheduler) -> None:
-    node.job = node.job.with_member(1, life=recovery.Life.LOST)
+    node.job = node.job.with_member(1, life=recovery.RankState.LOST)
 
     scheduler.notified(SchedulerAsked("stop", {1: 1}))
 
@@ -262,7 +262,7 @@ def test_a_hot_switch_is_reported_as_a_migration(node: FakeNode, scheduler: Sche
 
 def leave(node: FakeNode, rank: int) -> None:
     """The others train on without a rank."""
-    node.job = node.job.with_member(rank, life=recovery.Life.AWAY)
+    node.job = node.job.with_member(rank, life=recovery.RankState.AWAY)
 
 
 def test_ranks_that_are_away_are_called_back_with_what_the_scheduler_gives(
@@ -288,7 +288,7 @@ def test_an_upgrade_of_a_whole_group_is_refused_with_its_reason(node: FakeNode, 
 def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(node: FakeNode, scheduler: Scheduler) -> None:
     for rank in range(2):
         node.job, _ = recovery.advance(node.job, recovery.ElasticDeclared(rank=rank, at_s=0.0))
-    node.job = node.job.with_member(1, life=recovery.Life.LOST)
+    node.job = node.job.with_member(1, life=recovery.RankState.LOST)
     scheduler.note_incident(OPENED)
     scheduler.note_incident(replace(OPENED, phase=JobPhase.REPLAYING))
 

@@ -343,7 +343,7 @@ def test_a_freeze_depends_on_the_boundary_to_which_the_survivors_settle(
         monkeypatch.setattr(
             recovery_orders.thread_collectives, "give_up_older", lambda session: seen.append(session.applied)
         )
-        monkeypatch.setattr(recovery_orders.device_stop, "settle", lambda: seen.append(session.applied))
+        monkeypatch.setattr(recovery_orders.generations, "settle", lambda: seen.append(session.applied))
         monkeypatch.setattr(session.channel, "send", lambda frozen: seen.append(frozen.boundary))
         monkeypatch.setattr(recovery_orders.replicated, "digest", lambda: "")
         run(stages, other, "settle", known=freeze_of(session))
