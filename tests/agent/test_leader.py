@@ -62,7 +62,7 @@ def test_all_know_of_a_launcher_that_waits_before_anybody_can_see_it_in_the_even
     node = SimpleNamespace(peers=peers, job=job, log=lambda event, **fields: peers.happened.append(event))
     reports = SimpleNamespace(checkpoints=SimpleNamespace(why_never=""))
 
-    part(Leader, node, reports=reports, spares=SimpleNamespace(fill=lambda: None)).welcome("10.0.0.3")
+    part(Leader, node, reports=reports, placement=SimpleNamespace(fill=lambda: None)).welcome("10.0.0.3")
 
     first, *_, last = peers.happened
     assert isinstance(first, meeting.SparePools)
@@ -146,7 +146,7 @@ def test_nodes_that_are_lost_at_once_are_one_fault_which_the_survivors_answer_on
     leader = part(
         Leader,
         node,
-        spares=SimpleNamespace(forget=lambda number: None, lose_copies=lambda number: None),
+        placement=SimpleNamespace(forget=lambda number: None, lose_copies=lambda number: None),
         membership=SimpleNamespace(note_lost=lambda number: None),
         reports=SimpleNamespace(comparisons=SimpleNamespace(lose_mirrors=lambda ranks: None)),
     )

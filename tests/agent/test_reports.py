@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ import pytest
 
 from tests.agent.nodes import NothingFails, part
 from ttprun import recovery
+from ttprun.agent.base.ground import Failure, FirstFailure
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.between.agent import Follower
 from ttprun.agent.lead.comparisons import Comparisons
@@ -480,3 +482,56 @@ def test_each_row_of_the_table_names_something_that_takes_a_message() -> None:
     for row in _ROWS.values():
         first, _, rest = row.take.partition(".")
         assert hasattr(parts[first] if rest else Reports, rest or first), row
+
+
+CAUSE = Failure(1, 101, 1, "ValueError: loss is negative", "Traceback: ...")
+COLLATERAL = Failure(0, 100, 1, "RuntimeError: allreduce: Connection closed by peer [127.0.0.1]:4711")
+
+
+def test_the_first_failure_is_the_cause_of_the_others() -> None:
+    first = FirstFailure()
+
+    first.note(CAUSE, is_new_incident=True)
+    first.note(Failure(2, 102, -9), is_new_incident=False)
+
+    assert first.found is CAUSE
+
+
+def test_a_broken_connection_that_is_seen_first_is_collateral() -> None:
+    first = FirstFailure()
+
+    first.note(COLLATERAL, is_new_incident=True)
+    first.note(CAUSE, is_new_incident=False)
+
+    assert first.found is CAUSE
+
+
+def test_a_failure_that_was_repaired_is_no_cause_of_a_later_one() -> None:
+    first = FirstFailure()
+
+    first.note(Failure(0, 100, -9), is_new_incident=True)
+    first.note(CAUSE, is_new_incident=True)
+
+    assert first.found is CAUSE
+
+
+def test_torch_reports_the_traceback_of_the_cause(tmp_path: Path) -> None:
+    reported = CAUSE.as_torch_reports_it(0, str(tmp_path / "error.json"))
+
+    assert reported.message["extraInfo"]["py_callstack"] == "Traceback: ..."  # type: ignore[index]
+    assert (reported.exitcode, reported.pid) == (1, 101)
+
+
+def test_an_error_file_that_record_has_written_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": {"message": "by record", "extraInfo": {"timestamp": "5"}}}))
+
+    reported = CAUSE.as_torch_reports_it(0, str(path))
+
+    assert reported.message["message"] == "by record"  # type: ignore[index]
+
+
+def test_a_failure_of_which_nothing_is_known_is_reported_all_the_same(tmp_path: Path) -> None:
+    reported = Failure(0, 0, 1, "the ranks differ").as_torch_reports_it(0, str(tmp_path / "error.json"))
+
+    assert reported.error_file == "<N/A>"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +14,8 @@ import pytest
 
 from ttprun import recovery
 from ttprun.agent.lead.lead import Wire
-from ttprun.agent.lead.membership import Spares
+from ttprun.agent.lead.membership import Discovery, Placement
+from ttprun.errors import ConfigError
 from ttprun.protocol import node_messages, process_orders
 from ttprun.protocol.process_orders import SpawnRank
 from ttprun.protocol.rank_events import Event, SpawnFailed
@@ -54,7 +59,7 @@ class FakePeers:
 
 
 class FakeNode:
-    """What `Spares` uses of a node."""
+    """What `Placement` uses of a node."""
 
     def __init__(self) -> None:
         self.peers = FakePeers()
@@ -75,29 +80,29 @@ def node() -> FakeNode:
 
 
 @pytest.fixture
-def spares(node: FakeNode) -> Spares:
+def placement(node: FakeNode) -> Placement:
     wire = Wire(node, own=None)  # type: ignore[arg-type]
     membership = SimpleNamespace(may_shrink=lambda: False, may_train=lambda address: node.may_train(address))
-    return Spares(node, wire, membership)  # type: ignore[arg-type]
+    return Placement(node, wire, membership)  # type: ignore[arg-type]
 
 
-def test_a_rank_of_a_node_that_is_there_is_spawned_there(node: FakeNode, spares: Spares) -> None:
-    spares.spawn(SpawnRank(4, 1))
+def test_a_rank_of_a_node_that_is_there_is_spawned_there(node: FakeNode, placement: Placement) -> None:
+    placement.start(SpawnRank(4, 1))
 
     assert node.peers.sent == [(2, process_orders.SpawnRank(4, 1))]
 
 
 def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_their_records(
-    node: FakeNode, spares: Spares
+    node: FakeNode, placement: Placement
 ) -> None:
-    spares.spawn(SpawnRank(2, 1))
-    spares.spawn(SpawnRank(3, 1))
+    placement.start(SpawnRank(2, 1))
+    placement.start(SpawnRank(3, 1))
     before = list(node.peers.sent)
     node.peers.waiting.append("10.0.0.9")
-    spares.fill()
+    placement.fill()
     asked = node.peers.sent.copy()
-    spares.take_records(node_messages.Records(2, "two"))
-    spares.take_records(node_messages.Records(3, "three"))
+    placement.take_records(node_messages.Records(2, "two"))
+    placement.take_records(node_messages.Records(3, "three"))
 
     assert before == []
     assert asked == [(2, node_messages.GiveRecords([2, 3]))]
@@ -111,74 +116,115 @@ def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_the
 
 
 def test_a_node_that_was_lost_a_moment_ago_takes_no_slots_before_its_time_is_over(
-    node: FakeNode, spares: Spares
+    node: FakeNode, placement: Placement
 ) -> None:
     quarantined, node.config.node_wait_s = {"10.0.0.2"}, 60.0
     node.may_train = lambda address: address not in quarantined
     node.peers.waiting.append("10.0.0.2")
-    spares.spawn(SpawnRank(2, 1))
-    spares.look()
+    placement.start(SpawnRank(2, 1))
+    placement.look()
     before = list(node.peers.sent)
 
     quarantined.clear()
-    spares.look()
+    placement.look()
 
     assert before == []
     assert node.peers.sent == [(2, node_messages.GiveRecords([2, 3]))]
 
 
-def test_if_nobody_comes_in_time_no_process_can_be_started(node: FakeNode, spares: Spares) -> None:
-    spares.spawn(SpawnRank(2, 1))
+def test_if_nobody_comes_in_time_no_process_can_be_started(node: FakeNode, placement: Placement) -> None:
+    placement.start(SpawnRank(2, 1))
 
-    spares.look()
+    placement.look()
 
     assert [type(event) for event in node.events] == [SpawnFailed]
     assert "--node-wait-s" in node.events[0].reason  # type: ignore[attr-defined]
 
 
-def test_without_a_copy_of_its_records_a_rank_is_not_started_elsewhere(node: FakeNode, spares: Spares) -> None:
+def test_without_a_copy_of_its_records_a_rank_is_not_started_elsewhere(node: FakeNode, placement: Placement) -> None:
     node.peers.waiting.append("10.0.0.9")
-    spares.spawn(SpawnRank(2, 1))
+    placement.start(SpawnRank(2, 1))
 
-    spares.take_records(node_messages.Records(2, ""))
-    spares.take_records(node_messages.Records(3, "three"))
+    placement.take_records(node_messages.Records(2, ""))
+    placement.take_records(node_messages.Records(3, "three"))
 
     assert [getattr(event, "rank", None) for event in node.events] == [2]
     assert not any(isinstance(message, process_orders.SpawnRank) for _, message in node.peers.sent)
 
 
-def test_if_the_node_that_keeps_the_copies_is_lost_too_there_are_none(node: FakeNode, spares: Spares) -> None:
+def test_if_the_node_that_keeps_the_copies_is_lost_too_there_are_none(node: FakeNode, placement: Placement) -> None:
     node.peers.connected.discard(2)
     node.peers.waiting.append("10.0.0.9")
 
-    spares.spawn(SpawnRank(2, 1))
+    placement.start(SpawnRank(2, 1))
 
     assert [type(event) for event in node.events] == [SpawnFailed]
 
 
-def test_records_for_a_spare_that_is_lost_as_well_are_dropped(node: FakeNode, spares: Spares) -> None:
+def test_records_for_a_spare_that_is_lost_as_well_are_dropped(node: FakeNode, placement: Placement) -> None:
     node.peers.waiting.append("10.0.0.9")
-    spares.spawn(SpawnRank(2, 1))
+    placement.start(SpawnRank(2, 1))
     node.peers.sent.clear()
 
-    spares.forget(1)
-    spares.take_records(node_messages.Records(2, "two"))
+    placement.forget(1)
+    placement.take_records(node_messages.Records(2, "two"))
 
     assert node.peers.sent == []
 
 
 def test_if_the_node_that_keeps_the_copies_is_lost_before_it_has_answered_nobody_waits_for_it(
-    node: FakeNode, spares: Spares
+    node: FakeNode, placement: Placement
 ) -> None:
     node.peers.waiting.append("10.0.0.9")
-    spares.spawn(SpawnRank(2, 1))
-    spares.spawn(SpawnRank(3, 1))
-    spares.take_records(node_messages.Records(2, "two"))
+    placement.start(SpawnRank(2, 1))
+    placement.start(SpawnRank(3, 1))
+    placement.take_records(node_messages.Records(2, "two"))
 
     node.peers.connected.discard(2)
-    spares.lose_copies(2)
+    placement.lose_copies(2)
 
     assert [getattr(event, "rank", None) for event in node.events] == [3]
     assert not any(
         isinstance(message, process_orders.SpawnRank) and message.rank == 3 for _, message in node.peers.sent
     )
+
+
+def test_a23_a_command_that_fails_at_first_is_refused_with_what_it_says() -> None:
+    with pytest.raises(ConfigError, match=r"--discovery: 'echo no such list >&2; exit 3' fails: exit code 3 \(no such"):
+        Discovery("echo no such list >&2; exit 3", 2).first()
+
+
+def test_a23_a_command_that_names_no_host_at_first_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "hosts").touch()
+    found = Discovery(f"cat {tmp_path}/hosts", 2, every_s=0.01)
+    waiting = threading.Thread(target=found.first)
+    waiting.start()
+    time.sleep(0.1)
+
+    assert waiting.is_alive()
+    (tmp_path / "hosts").write_text("127.0.0.1:4\n")
+    waiting.join(60)
+
+    assert found.named == {"127.0.0.1": 2}
+
+
+@pytest.mark.parametrize(("later", "why"), [(None, "exit code 1"), ("\n\n", "it names no host"), ("a:b", "host:slots")])
+def test_a23_a_command_that_fails_later_changes_nothing_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, later: str | None, why: str
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1\n")
+    found = Discovery(f"cat {hosts}", 2)
+    found.first()
+    hosts.unlink() if later is None else hosts.write_text(later)
+
+    with caplog.at_level(logging.WARNING, "ttprun"):
+        found.poll()
+        found.poll()
+
+    assert found.named == {"127.0.0.1": 1}
+    assert len(caplog.messages) == 1
+    assert why in caplog.messages[0]
+    hosts.write_text("127.0.0.1\n127.0.0.2")
+    found.poll()
+    assert found.named == {"127.0.0.1": 1, "127.0.0.2": 1}

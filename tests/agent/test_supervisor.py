@@ -16,12 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerState
 
 from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun import recovery
 from ttprun.agent.base import stack_dumps
+from ttprun.agent.base.ground import FirstFailure, Verdict
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.base.stored_states import Stored
+from ttprun.agent.launcher.elastic_agent import ReplacingAgent
 from ttprun.agent.launcher.group import Group, NewGroup
 from ttprun.agent.launcher.supervisor import Supervisor
 from ttprun.agent.lead.membership import Elasticity
@@ -391,3 +394,25 @@ def test_the_agent_of_a_node_keeps_as_much_memory_open_in_a_job_of_many_nodes_as
         opened.append(supervisor._on_thread(lambda nodes=nodes: begin(nodes)))
 
     assert max(opened) == opened[0], opened  # what other tests have left may be let go meanwhile
+
+
+class FakeSupervisor:
+    """The job is ended by somebody just before the group that is to be restarted is left alone."""
+
+    def __init__(self) -> None:
+        verdict, peers = Verdict("restart", "a rank is lost"), SimpleNamespace(has_lost=False)
+        self.node = SimpleNamespace(verdict=verdict, first_failure=FirstFailure(), peers=peers)
+
+    def pause(self) -> None:
+        self.node.verdict = Verdict("fail", "ended by the scheduler", has_progress=False)
+
+
+def test_a_job_that_is_ended_as_its_group_is_to_be_restarted_is_not_restarted() -> None:
+    agent: Any = object.__new__(ReplacingAgent)
+    agent.supervisor, agent._remaining_restarts = FakeSupervisor(), 3
+    agent._pcontext = SimpleNamespace(error_files={0: ""})
+    group: Any = SimpleNamespace(workers=[SimpleNamespace(global_rank=0, local_rank=0)])
+
+    result = agent._monitor_workers(group)
+
+    assert (result.state, agent._remaining_restarts) == (WorkerState.FAILED, 0)

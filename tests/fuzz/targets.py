@@ -185,7 +185,7 @@ def open_leader(stack: ExitStack) -> Feed:
             checkpoints=SimpleNamespace(take_part=lambda message: None),
             injections=SimpleNamespace(order=lambda fault, by: None),
         ),
-        spares=SimpleNamespace(take_records=lambda records: None),
+        placement=SimpleNamespace(take_records=lambda records: None),
         membership=SimpleNamespace(leave=lambda number, reason: None),
         quiesce_schedule=SimpleNamespace(ask=lambda order, is_end: None),
     )

@@ -24,7 +24,7 @@ from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents, Protection
 from ttprun.agent.lead.lead import Wire
 from ttprun.agent.lead.leader import Leader
-from ttprun.agent.lead.membership import Elasticity, NodeMembership, Spares
+from ttprun.agent.lead.membership import Elasticity, NodeMembership, Placement
 from ttprun.agent.lead.repairs import Repairs, Replays, Rewinds
 from ttprun.agent.lead.reports import Reports
 from ttprun.agent.lead.resume import Resumption
@@ -142,13 +142,13 @@ class Group:
             snapshots=self.snapshots,
         )
         self.membership = NodeMembership(node, run.resumption, run.quiesce_schedule, run.elasticity, new.attempt)
-        self.spares = Spares(node, wire, self.membership)
-        self.leader = Leader(node, reports, self.spares, self.membership, run.quiesce_schedule)
+        self.placement = Placement(node, wire, self.membership)
+        self.leader = Leader(node, reports, self.placement, self.membership, run.quiesce_schedule)
         self.coordinator = Coordinator(
             node,
             wire,
             membership=self.membership,
-            spares=self.spares,
+            placement=self.placement,
             checkpoints=self.checkpoints,
             incidents=incidents,
             repairs=self.repairs,
@@ -255,7 +255,7 @@ class Group:
         newest = self.snapshots.newest
         return OfGroup(
             self._restarts_left,
-            self.spares.waited_for or self.membership.waits,
+            self.placement.waited_for or self.membership.waits,
             None if newest is None else newest.boundary,
             self.membership.quarantined(),
         )

@@ -195,7 +195,7 @@ class Supervisor:
         self.node.call(lambda: self._begin(is_restart))
 
     def _begin(self, is_restart: bool) -> None:
-        """Welcome all ranks. They wait for that, so they are also welcomed if something breaks here."""
+        """Send each rank its Welcome, even if something below fails: ranks block until it comes."""
         node = self.node
         if node.peers.is_follower:
             if not node.is_broken:

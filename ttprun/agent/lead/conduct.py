@@ -24,7 +24,7 @@ from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents
 from ttprun.agent.lead.lead import Lead, Wire
 from ttprun.agent.lead.leader import Leader
-from ttprun.agent.lead.membership import NodeMembership, Spares
+from ttprun.agent.lead.membership import NodeMembership, Placement
 from ttprun.agent.lead.repairs import Repairs, Rewinds
 from ttprun.protocol import node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
@@ -99,7 +99,7 @@ class Deadlines:
 # Action -> the method that carries it out, of the coordinator or of one of its parts.
 ACTIONS: dict[type[process_orders.Action], str] = {
     to_rank.Freeze: "_freeze",
-    process_orders.SpawnRank: "spares.spawn",
+    process_orders.SpawnRank: "placement.start",
     process_orders.KillRank: "_kill",
     process_orders.Rewind: "rewinds.rewind",
     to_rank.Replay: "repairs.replay",
@@ -131,7 +131,7 @@ class Coordinator:
     repairs: Repairs
     rewinds: Rewinds
     membership: NodeMembership
-    spares: Spares
+    placement: Placement
     hang_detector: HangDetector
     deadlines: Deadlines
     leader: Leader

@@ -190,7 +190,7 @@ class Incidents:
             logger.warning("%s: no checkpoint can be used: the script starts anew", name)
 
     def _try_again(self, incident: Incident) -> str | None:
-        """That a script's own error is answered by a new process, and the how-manieth time that is; None otherwise."""
+        """That a script's own error is answered by a new process, and which attempt this is; None otherwise."""
         job = self._node.job
         if incident.phase != "FREEZING" or not is_of_script(incident.kind) or not incident.ranks:
             return None

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ttprun import recovery
 from ttprun.agent.base.ground import Failure
 from ttprun.agent.lead.lead import Lead
-from ttprun.agent.lead.membership import NodeMembership, Spares
+from ttprun.agent.lead.membership import NodeMembership, Placement
 from ttprun.agent.lead.reports import Reports
 from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.chaos.faults import parse_fault
@@ -41,7 +41,7 @@ class Leader:
 
     node: Lead
     reports: Reports
-    spares: Spares
+    placement: Placement
     membership: NodeMembership
     quiesce_schedule: QuiesceSchedule
     _shared_pools: meeting.SparePools | None = field(default=None, init=False)
@@ -76,7 +76,7 @@ class Leader:
             return
         self._next_s = now + _EVERY_S
         self.share()
-        self.spares.look()
+        self.placement.look()
         self.membership.look()
         node, peers = self.node, self.node.peers
         if now >= self._rows_next_s:
@@ -96,7 +96,7 @@ class Leader:
         """A node waits for slots. The others hear of it first: whoever is cut off then counts it among the living."""
         self.share()
         self.node.log("node_waits", address=address)
-        self.spares.fill()
+        self.placement.fill()
 
     def lose(self, number: int, why: str) -> None:
         """A node is gone with all of its ranks."""
@@ -104,7 +104,7 @@ class Leader:
         if node.verdict is not None:
             return
         peers.hang_up(number, node.selector, why)
-        self.spares.forget(number)
+        self.placement.forget(number)
         self.membership.note_lost(number)
         first = number * peers.ranks_per_node
         slots = [slot for slot in node.slots[first : first + peers.ranks_per_node] if not slot.is_finished]
@@ -146,7 +146,7 @@ class Leader:
             )
         )
         for number in numbers:
-            self.spares.lose_copies(number)
+            self.placement.lose_copies(number)
 
     def depose(self, reason: str) -> None:
         """Another agent leads: this one's ranks end, and nothing is saved."""
@@ -188,7 +188,7 @@ class Leader:
             case Event():
                 self._on_event(number, replace(report, at_s=time.monotonic()))
             case node_messages.Records():
-                self.spares.take_records(report)
+                self.placement.take_records(report)
             case node_messages.Leaving(reason=reason):
                 self.membership.leave(number, reason)
             case node_messages.PartStored():

@@ -4,7 +4,7 @@ With `--elastic` a command of the user's may name the hosts (`Discovery`), and w
 `recovery.membership_policy`; when it differs from what there is, all ranks save their state at a boundary, and the
 group starts again on the other nodes (`NodeMembership.look`). The slots of a lost node are given to a launcher that
 waits (`spare_pool.py`): its ranks need what the lost ones have recorded, of which the node after the lost one has
-copies (`Spares.spawn`).
+copies (`Placement.start`).
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class Vacancy:
     due: set[int] | None = None
 
 
-class Spares:
+class Placement:
     """Gives the slots of lost nodes away.
 
     membership   knows which nodes may train
@@ -370,7 +370,7 @@ class Spares:
         names = ", ".join(map(self._node.peers.name_of, lost))
         return f"{names} is lost: waiting {left_s:.0f} s more for a launcher to take its place (--node-wait-s)"
 
-    def spawn(self, action: process_orders.SpawnRank) -> None:
+    def start(self, action: process_orders.SpawnRank) -> None:
         """Give a rank a process; if its node is lost, another one is waited for."""
         peers = self._node.peers
         number = peers.node_of(action.rank)

@@ -38,7 +38,7 @@ class Process:
     main_thread     ident of its main thread
     is_dying        its process is lost, and not gone yet
     killed_at_s     when its process was killed because it had to be replaced; infinite if it has ended by itself
-    is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
+    is_buried       its process is gone, and what it had started is killed: the kernel may reuse its pid
     is_spawn_due    it gets its next process once that need not wait for anything more
     had_to_wait     no standby was ready for it: it waits, or has waited, for one that is being prepared
     is_present      the process has greeted: it can be sent messages

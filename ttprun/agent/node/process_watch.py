@@ -186,7 +186,7 @@ class ProcessWatch:
         )
 
     def _on_exit(self, slot: Process) -> None:
-        """A process is gone; mostly that is known already."""
+        """A process has been reaped; usually its exit was reported before."""
         self._node.selector.unregister(slot.pidfd)
         slot.kill()  # what it has started, as long as its number is its own
         handler = slot.handler
