@@ -111,27 +111,6 @@ def test_what_does_not_come_back_or_is_not_begun_in_time_has_failed(
     assert rows[3]["found"] == "not begun: the time of its part is over"
 
 
-def test_parts_run_side_by_side_but_one_that_measures_times_runs_alone(checked: Checked) -> None:
-    both_here = threading.Barrier(2, timeout=LONG_S)
-    running: list[str] = []
-
-    def meets(name: str) -> Task:
-        def act(_: float) -> Iterable[Row]:
-            running.append(name)
-            both_here.wait()
-            running.remove(name)
-            return [Row(name, "ok", "both were at work")]
-
-        return Task(name, LONG_S, act)
-
-    alone = Task("alone", LONG_S, lambda _: [Row("alone", "ok", str(running))])
-
-    rows = checked.run(part("A", meets("one")), part("B", meets("two")), part("C", alone, is_alone=True), beside=4)
-
-    assert {row["found"] for row in rows[:2]} == {"both were at work"}
-    assert rows[2]["found"] == "[]"
-
-
 HANGING = """
 import sys, time
 sys.path[:0] = [{check!r}, {repository!r}]
