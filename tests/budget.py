@@ -16,6 +16,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,15 @@ _PLACEHOLDERS = {"found", "one", "known", "held", "left"}
 Figures = dict[str, int]  # "rank.step statements", "rank.step -> protocol" -> how many
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A module's syntax tree, read once for all tests of the structure."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def sums(tree: Path = TREE) -> Figures:
     """The size of the house: statements with signatures, but no docstrings; modules; lines of tests."""
-    modules = [ast.parse(path.read_text(encoding="utf-8")) for path in tree.rglob("*.py")]
+    modules = [tree_of(path) for path in tree.rglob("*.py")]
     tests = (path.read_text(encoding="utf-8") for path in (tree.parent / "tests").rglob("*.py"))
     nodes = (node for module in modules for node in ast.walk(module))
     return {
@@ -84,7 +91,7 @@ def figures(tree: Path = TREE) -> Figures:
     crossing: defaultdict[str, set[str]] = defaultdict(set)
     modules = {module_of(tree, path) for path in tree.rglob("*.py")}
     for path in tree.rglob("*.py"):
-        parsed = ast.parse(path.read_text(encoding="utf-8"))
+        parsed = tree_of(path)
         own = package_of(module_of(tree, path))
         for node in ast.walk(parsed):
             counts[f"{own} signatures"] += isinstance(node, _DEFINITIONS)

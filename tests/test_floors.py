@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.budget import module_of, used_names
+from tests.budget import module_of, tree_of, used_names
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ttprun"
 _BASE = {"errors", "text_hashes", "torch_versions"}
@@ -70,7 +70,7 @@ CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random
 
 def imported(path: Path) -> Iterator[str]:
     """Dotted names of all modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -142,7 +142,7 @@ def test_what_a_session_knows_is_written_in_one_file() -> None:
     writers: defaultdict[str, set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         file = path.relative_to(PACKAGE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
                 continue
             owner = ast.unparse(node.value).rpartition(".")[2]
@@ -192,7 +192,7 @@ def test_the_recovery_imports_nothing_that_can_act() -> None:
 
 
 def test_the_shim_imports_only_the_standard_library_before_it_hands_over() -> None:
-    tree = ast.parse((PACKAGE / "shim" / "sitecustomize.py").read_text(encoding="utf-8"))
+    tree = tree_of(PACKAGE / "shim" / "sitecustomize.py")
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
 
     assert names == {"os", "sys"}
@@ -240,7 +240,7 @@ def test_no_wall_has_too_many_doors() -> None:
     names: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         own = module_of(PACKAGE, path).partition(".")[0]
-        for name in used_names(ast.parse(path.read_text(encoding="utf-8")), modules):
+        for name in used_names(tree_of(path), modules):
             other = name.partition(".")[0]
             if other != own and own in FLOORS:
                 names[own, other].add(name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from tests.budget import tree_of
+
 PACKAGE = Path(__file__).resolve().parent.parent / "ttprun"
 CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
 # Where it is read, and why a jump does no harm.
@@ -30,7 +32,7 @@ def test_the_wall_clock_is_read_only_where_a_jump_does_no_harm() -> None:
     found = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in CLOCKS
     }
 
