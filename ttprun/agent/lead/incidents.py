@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 
+from msgspec import structs
+
 from ttprun import recovery
 from ttprun.agent.lead.lead import Lead, Row
 from ttprun.observe.status import IncidentStatus, ResumeStatus
@@ -312,7 +314,7 @@ class Protection:
     def note_own_state(self, slot: Row, message: from_rank.OwnStateKept) -> None:
         """A rank has kept its state for the first time, or cannot: say what its loss will cost, once."""
         node, why_not = self._node, message.why_not
-        node.log("own_state", rank=slot.rank, **asdict(message))
+        node.log("own_state", rank=slot.rank, **structs.asdict(message))
         if self._has_said_kept and not why_not:
             return
         self._has_said_kept = True
