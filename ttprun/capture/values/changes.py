@@ -348,12 +348,12 @@ class Piece:
         self._apart_from: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that hold nothing of these
         self.add(containers)
 
-    def track(self, kind: Kind, things: Sequence[Any], *known: Iterable[Any]) -> None:
-        """Follow further things of a kind; `known` as for `Tracker.add`."""
+    def track(self, kind: Kind, things: Sequence[Any], *as_it_was: Iterable[Any]) -> None:
+        """Follow further things of a kind; `as_it_was`: `seen` and `notes` of `Tracker.add`."""
         if things:
             if kind not in self.trackers:
                 self.trackers[kind] = Tracker(kind)
-            self.trackers[kind].add(things, *known)
+            self.trackers[kind].add(things, *as_it_was)
 
     def join(self, other: Piece) -> None:
         """Follow what another piece follows, too."""
