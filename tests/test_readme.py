@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from ttprun import __version__
-from ttprun.cli.command_line import COMMANDS
 from ttprun.cli.guide import TOPICS
+from ttprun.cli.main import COMMANDS
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

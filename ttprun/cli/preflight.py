@@ -33,7 +33,8 @@ from torch.distributed.run import determine_local_world_size, parse_min_max_nnod
 from ttprun import mindio
 from ttprun.chaos.faults import parse_fault
 from ttprun.cli import programs
-from ttprun.cli.command_line import COMMANDS, SCRIPT, RunParser
+from ttprun.cli.command_line import SCRIPT, RunParser
+from ttprun.cli.main import COMMANDS
 from ttprun.config import Config
 from ttprun.config_sources import Origins, option_name
 from ttprun.errors import Complaints, ConfigError, counted, one_line, suggestion
