@@ -535,3 +535,14 @@ def test_a_failure_of_which_nothing_is_known_is_reported_all_the_same(tmp_path: 
     reported = Failure(0, 0, 1, "the ranks differ").as_torch_reports_it(0, str(tmp_path / "error.json"))
 
     assert reported.error_file == "<N/A>"
+
+
+def test_the_event_log_has_what_a_rank_that_is_alone_keeps_of_its_own_state(node: FakeNode) -> None:
+    logged: list[dict[str, Any]] = []
+    node.log = lambda event, **fields: logged.append({"event": event, **fields})  # type: ignore[method-assign]
+    reports = part(Reports, node, protection=Protection(node, set()))
+
+    reports.take(node.slots[1], from_rank.OwnStateKept(4, bytes=1 << 20))
+
+    kept = {"boundary": 4, "bytes": 1 << 20, "took_s": 0.0, "why_not": ""}
+    assert logged == [{"event": "own_state", "rank": 1, **kept}]
