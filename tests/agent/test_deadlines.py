@@ -136,8 +136,9 @@ def test_a_wait_that_takes_long_is_told_once_with_whom_it_is_for(
         ),
         ((FailJob(Reason(text="first"), True), FailJob(Reason(text="second"), False)), ("fail", "first", True)),
         ((FinishJob(), FailJob(Reason(text="too late"), True)), ("done", "", True)),
+        ((RestartGroup(Reason(text="first")), RestartGroup(Reason(text="again"))), ("restart", "first", True)),
     ],
-    ids=["a restart that has not begun", "an end", "two ends", "all have finished"],
+    ids=["a restart that has not begun", "an end", "two ends", "all have finished", "a restart ordered twice"],
 )
 def test_only_the_end_of_the_job_overrules_a_verdict_and_only_a_restart(
     tmp_path: Path, orders: tuple[Any, ...], verdict: tuple[str, str, bool]

@@ -10,11 +10,8 @@ from tests.recovery.fake_world import FakeWorld
 from ttprun.protocol.from_rank import RankHindered, RankUnprotected
 from ttprun.protocol.rank_events import Event, MismatchFound, StopAsked
 from ttprun.protocol.reason import Reason
-from ttprun.recovery import RUNGS, CheckpointAsked, JobPhase, Settings
-from ttprun.recovery import RankState as Life
+from ttprun.recovery import RUNGS, CheckpointAsked, JobPhase, RankState, Settings
 
-# Examples are drawn by a test's own text. Others (`--hypothesis-profile explore`, or `RankState` in place of `Life`)
-# find an open fault: a supervisor that is renewed while its group restarts has it restarted twice.
 WORLDS = st.builds(
     FakeWorld,
     st.builds(
@@ -122,8 +119,8 @@ def test_a_job_that_runs_in_the_end_has_a_living_process_for_every_rank_all_at_o
     world.settle()
 
     running = [member for member in world.job.members if world.job.phase is JobPhase.RUNNING]
-    assert all(member.life is not Life.LOST for member in running)
-    working = [member for member in running if member.life is Life.LIVE]
+    assert all(member.life is not RankState.LOST for member in running)
+    working = [member for member in running if member.life is RankState.LIVE]
     assert all(world.processes[member.rank].is_alive for member in working)
     assert all(world.processes[member.rank].pid == member.pid for member in working)
     assert len({world.processes[member.rank].boundary for member in working}) <= 1

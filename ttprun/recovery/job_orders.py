@@ -66,6 +66,8 @@ class SetDeadline(Action, frozen=True):
 class RestartGroup(Action, frozen=True):
     """Fallback: end all ranks and start them anew, as torchrun does; the answer is GroupRestarted.
 
+    Given again before that, it changes nothing.
+
     reason   for the operator
     """
 
