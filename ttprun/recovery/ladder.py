@@ -34,7 +34,7 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     is replaced: it may be anywhere between the top of the script and the boundary. If no survivor is left during a
     rewind, all rewind again. If no other rank holds a lost rank's state, all rewind.
     """
-    if job.rewind_to is not None and why_no_source(job, job.lost, job.survivors):
+    if job.rewind_to is not None and (not job.survivors or why_no_source(job, job.lost, job.survivors)):
         return begin_rewind(job, at_s)
     job = replace(job, generation=job.generation + 1)
     spawns: list[Action] = []
