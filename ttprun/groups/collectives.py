@@ -117,7 +117,7 @@ def _announce(call: Call) -> None:
 def _hand_over(call: Call) -> bool:
     """Others take it over: torch, where nothing is protected on a device any more; or the script's framework."""
     session, entry = call.session, call.entry
-    if session.unprotected and not call.is_skipped and session.mode.is_live and call.group.is_late(entry.args):
+    if session.unprotected.text and not call.is_skipped and session.mode.is_live and call.group.is_late(entry.args):
         # On a device all is as under torch then, whose works know streams and graphs better than ours.
         call.result = call.group.links.issue_plainly(entry.op, entry.args)
         session.touch(Phase.COMPUTING)
@@ -133,7 +133,7 @@ def _answer(call: Call) -> bool:
     session, entry, is_apart = call.session, call.entry, call.is_apart
     outputs = entry.outputs
     is_on_host = not outputs or outputs[0].is_cpu
-    call.is_kept = session.world_size > 1 and not session.unprotected
+    call.is_kept = session.is_repairable()
     if entry.op in GATHERING:
         call.caller, call.is_lent = model_tensors.fsdp_caller()
         entry.is_passing = call.caller is not None

@@ -270,7 +270,7 @@ class Rank:
 
     def is_repairable(self) -> bool:
         """Whether this rank and the others can be repaired from each other."""
-        return self.world_size > 1 and not self.unprotected
+        return self.world_size > 1 and not self.unprotected.text  # asked often: no call
 
     def is_alone(self) -> bool:
         """Whether a fault of this rank concerns no other: it is the only rank, or has no process group with others."""
@@ -393,7 +393,7 @@ class Rank:
 
     def is_recorded(self) -> bool:
         """Whether records are useful: other ranks can be repaired from them, or this one can resume from a snapshot."""
-        if self.unprotected:
+        if self.unprotected.text:
             return False
         return bool(self.made.living) if self.world_size > 1 and not self.trains_alone else self.options.keeps_state
 

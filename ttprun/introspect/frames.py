@@ -182,9 +182,7 @@ def location_key() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:  # without a call for each frame: a library's stacks are deep
         filename = frame.f_code.co_filename
-        if (is_of_script := ANSWERS.get(filename)) is None:
-            is_of_script = is_script_code(filename)
-        if is_of_script:
+        if ANSWERS[filename]:
             parts.append(f"{filename}:{frame.f_lineno}")
         frame = frame.f_back
     return "|".join(parts)

@@ -52,7 +52,15 @@ _seen_before: frozenset[str] | None = None  # files to follow, for the loops tha
 _followed_files: set[str] = set()
 _followed_packages: tuple[str, ...] = ()
 _left_out: set[str] = set()  # files whose code runs the script
-ANSWERS: dict[str, bool] = {}  # of `is_script_code`, by file names
+
+
+class _Answers(dict[str, bool]):
+    def __missing__(self, filename: str) -> bool:
+        self[filename] = is_script = filename in _followed_files or is_of_user(filename)
+        return is_script
+
+
+ANSWERS = _Answers()  # of `is_script_code`, by file names
 _muted: dict[str, bool] = {}
 
 
@@ -225,10 +233,7 @@ def _is_cached(path: str) -> bool:
 
 def is_script_code(filename: str) -> bool:
     """Whether a file is the user's, or one of a module that is followed by its name."""
-    is_script = ANSWERS.get(filename)
-    if is_script is None:
-        is_script = ANSWERS[filename] = filename in _followed_files or is_of_user(filename)
-    return is_script
+    return ANSWERS[filename]
 
 
 def _forget_answers() -> None:

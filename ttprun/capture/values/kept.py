@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from operator import is_
 from time import thread_time_ns
 from typing import Any, NamedTuple
@@ -328,7 +329,7 @@ class Names:
             self._set(kept, late)
 
     def _without_others(self, kept: Kept, scope: dict[str, Any]) -> Kept | None:
-        if all(map(is_, map(scope.get, kept.names), kept.values)) and scope.keys() >= kept.nodes.keys():
+        if all(map(is_, map(scope.get, kept.names, repeat(kept)), kept.values)):
             return kept
         other = {name for name, value in zip(kept.names, kept.values, strict=True) if scope.get(name) is not value}
         self._strikes.update(dict.fromkeys(other, _STRIKES))

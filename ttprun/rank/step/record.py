@@ -191,7 +191,7 @@ def write_record(
     session.parts[OwnState].is_apt = False
     try:
         why_not = _why_not_recorded(session, optimizer)
-        if why_not:
+        if why_not.text:
             session.give_up_protection(why_not)
         else:
             since = time.thread_time_ns()
@@ -204,13 +204,13 @@ def write_record(
             hindrance = hindrance or session.parts[Holdings].why_moved(optimizer_registry.newest())
             hindrance = hindrance or open_boundaries.why_none_is_closed(optimizer)
             session.note_hindrance(boundary, hindrance)
-            if hindrance:  # the step that ends here would not come to the same
+            if hindrance.text:  # the step that ends here would not come to the same
                 session.parts[Recorder].evidence.clear()
             try:
                 session.parts[Recorder].write(boundary, head, blobs)
             except RecordTooLargeError as error:
                 raise RecordTooLargeError(f"{error}{_largest(record, blobs)}") from None
-            session.parts[OwnState].is_apt = not hindrance and not is_open
+            session.parts[OwnState].is_apt = not hindrance.text and not is_open
             ceiling = session.costs.ceiling
             budget = session.options.overhead_budget if Clock.records > _SETTLING else 0
             excess = ceiling.note(time.thread_time_ns() - since, budget)
@@ -232,14 +232,14 @@ def write_record(
         session.parts[SnapshotPart].agree(session.channel, boundary, is_open)
     if is_open and not session.trains_alone:
         open_boundaries.come_to(session, boundary)
-    if session.unprotected:
+    if session.unprotected.text:
         host_copies.forget()
     else:
         session.parts[Mirror].complete(session, boundary, optimizer)
     session.board.announce(session.rank, Field.RECORDED, boundary)
-    if not session.unprotected:
+    if not session.unprotected.text:
         _rehearse(session, boundary)
-    return not session.unprotected
+    return not session.unprotected.text
 
 
 def _largest(record: BoundaryRecord, blobs: Sequence[torch.Tensor]) -> str:
