@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.device.environment import VARIABLES
+from ttprun.device.device_errors import VARIABLES
 
 TESTS = Path(__file__).resolve().parent
 GUIDE = (TESTS.parent / "ttprun" / "guide" / "devices.md").read_text(encoding="utf-8")

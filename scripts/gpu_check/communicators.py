@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from ttprun.device.environment import NCCL_VARIABLES
+from ttprun.device.device_errors import NCCL_VARIABLES
 
 ELEMENTS = 1 << 20
 STUCK_S = 25  # then the stacks are printed, once

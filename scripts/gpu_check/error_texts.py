@@ -24,8 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from ttprun.device.device_errors import DeviceErrors, in_one_line
-from ttprun.device.environment import NCCL_VARIABLES
+from ttprun.device.device_errors import NCCL_VARIABLES, DeviceErrors, in_one_line
 
 LIMIT_S = 120.0
 PEER_LIMIT_S = 20

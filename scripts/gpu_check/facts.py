@@ -23,7 +23,7 @@ from pathlib import Path
 
 from parts import Place, Row, Task
 
-from ttprun.device.environment import NCCL_VARIABLES
+from ttprun.device.device_errors import NCCL_VARIABLES
 
 RANKS = Path(__file__).with_name("fact_ranks.py")
 GATE_RANKS = Path(__file__).with_name("gate_ranks.py")

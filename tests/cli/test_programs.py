@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.cli.programs import Program, find, for_another_interpreter, module_of, why_no_script_of_ours
+from ttprun.cli.command_line import Program, find_program, for_another_interpreter, module_of, why_no_script_of_ours
 
 WRAPPER = """\
 import re
@@ -41,7 +41,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_package_of_an_installed_module_is_the_programs_own(package: Path) -> None:
-    assert find(launch("trainer.cli", module=True)) == Program(own=(str(package),))
+    assert find_program(launch("trainer.cli", module=True)) == Program(own=(str(package),))
 
 
 def test_a_module_of_the_working_folder_needs_nothing(
@@ -51,12 +51,12 @@ def test_a_module_of_the_working_folder_needs_nothing(
     (tmp_path / "trainer" / "__init__.py").write_text("")
     monkeypatch.chdir(tmp_path)
 
-    assert find(launch("trainer.cli", module=True)) == Program()
+    assert find_program(launch("trainer.cli", module=True)) == Program()
 
 
 @pytest.mark.parametrize("module", ["torch.distributed.run", "timeit", "no_such_package.at_all", "accelerate.thing"])
 def test_a_module_of_a_library_is_nobodys_own(module: str) -> None:
-    assert find(launch(module, module=True)) == Program()
+    assert find_program(launch(module, module=True)) == Program()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_console_script_is_run_as_a_script_and_its_package_is_its_own(
 ) -> None:
     command = executable(tmp_path / "train-it", first_line)
 
-    assert find(launch(command, no_python=True)) == Program(command, (str(package),))
+    assert find_program(launch(command, no_python=True)) == Program(command, (str(package),))
 
 
 def test_a_command_with_code_of_its_own_names_no_package(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_shell_script_that_ends_in_python_is_told_what_to_start_instead(tmp_pa
     ],
 )
 def test_a_script_of_this_python_is_run_as_without_no_python(arguments: tuple[str, ...], program: Program) -> None:
-    assert find(launch(sys.executable, no_python=True, arguments=arguments)) == program
+    assert find_program(launch(sys.executable, no_python=True, arguments=arguments)) == program
 
 
 @pytest.mark.parametrize(

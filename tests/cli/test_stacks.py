@@ -12,8 +12,7 @@ import pytest
 from tests.cli.fakes import FakeAgent
 from ttprun.cli.main import main
 from ttprun.observe.events import timestamp
-from ttprun.observe.run_directory import RunDirectory, replace_file
-from ttprun.observe.stacks import RankStack, StackReport, groups_of, read_stacks
+from ttprun.observe.run_directory import RankStack, RunDirectory, StackReport, groups_of, read_stacks, replace_file
 from ttprun.observe.status import RunStatus, write_status
 
 WAITING = '  File "train.py", line 9 in <module>'

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.rank.worlds import FakeAgent, run_world
 from ttprun.device import accelerator
-from ttprun.device.environment import DEBUG_NOTE
+from ttprun.device.device_errors import DEBUG_NOTE
 from ttprun.groups import script_calls
 from ttprun.groups.journal import Journal
 from ttprun.introspect.current_rank import current

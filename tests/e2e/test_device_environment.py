@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.harness import RunTtprun, assert_only_replaced
-from ttprun.device.environment import VARIABLES
+from ttprun.device.device_errors import VARIABLES
 
 
 @pytest.mark.usefixtures("new_pythons")  # a fork has the environment of its parent

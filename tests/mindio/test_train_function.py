@@ -32,7 +32,7 @@ from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
-from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
+from ttprun.rank.bootstrap.hooks import wrap_process_group_name
 from ttprun.rank.framework import handlers
 from ttprun.rank.framework.callback_recovery import CallbackRecovery
 from ttprun.rank.framework.framework import Framework, MainThread

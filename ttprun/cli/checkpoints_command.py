@@ -235,7 +235,7 @@ def export_model(
     The checkpoint is verified first.
     """
     checked = check(find_checkpoint(checkpoint, save_dir)).checkpoint
-    from ttprun.state.export import choose_model, load_model, part_of, write_model
+    from ttprun.state.resharding import choose_model, load_model, part_of, write_model
 
     try:
         tensors = load_model(checked, choose_model(checked, model))

@@ -22,8 +22,7 @@ from ttprun.cli.run_reports import load
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import read_config_file, resolve
 from ttprun.errors import ConfigError, in_short
-from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.stacks import StackReport, groups_of, read_stacks
+from ttprun.observe.run_directory import RunDirectory, StackReport, groups_of, read_stacks
 from ttprun.observe.status import RunStatus, read_status
 from ttprun.protocol.codec import Refused, decode
 from ttprun.protocol.control_requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, TakeStacks

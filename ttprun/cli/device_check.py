@@ -24,8 +24,7 @@ from typing import Any
 
 from ttprun.chaos.trial.twins import clean_environment
 from ttprun.cli.machine_checks import Finding
-from ttprun.device.device_errors import in_one_line
-from ttprun.device.environment import VARIABLES
+from ttprun.device.device_errors import VARIABLES, in_one_line
 from ttprun.rank.bootstrap.install import PR_SET_PDEATHSIG
 
 # One of two ranks that try on this machine's devices what a recovery needs there: run by `ttprun doctor`.

@@ -32,8 +32,7 @@ from torch.distributed.run import determine_local_world_size, parse_min_max_nnod
 
 from ttprun import mindio
 from ttprun.chaos.faults import parse_fault
-from ttprun.cli import programs
-from ttprun.cli.command_line import SCRIPT, RunParser
+from ttprun.cli.command_line import SCRIPT, RunParser, for_another_interpreter
 from ttprun.cli.main import COMMANDS
 from ttprun.config import Config
 from ttprun.config_sources import Origins, option_name
@@ -177,7 +176,7 @@ def check_script(torchrun: Namespace) -> None:
         raise ConfigError(f"'{script}' is a directory", "name a script; a directory needs a __main__.py to be run")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"script '{script}' cannot be read (permission denied)", "make it readable for you")
-    interpreter = programs.for_another_interpreter(script) if path.is_file() else ""
+    interpreter = for_another_interpreter(script) if path.is_file() else ""
     if interpreter:
         raise ConfigError(
             f"'{script}' is no Python script, but one for {interpreter}",

@@ -29,11 +29,11 @@ from ttprun import torch_versions
 from ttprun.agent.launcher.launch import ADDRESS, ONE_NODE_ENDPOINT
 from ttprun.agent.launcher.outcome import Outcomes
 from ttprun.agent.launcher.status_publisher import write_last_status
-from ttprun.cli import programs
 from ttprun.cli.command_line import (
     SCRIPT,
     asked_instead,
     build_parser,
+    find_program,
     launch_words,
     parse,
     take_options,
@@ -188,7 +188,7 @@ def read_command_line(words: Sequence[str]) -> Invocation:
     take_options(torchrun)
     torchrun.training_script_args = script_arguments
     notices = [f"using the 'ttprun:' section of {section.name}" for section in sections]
-    program = programs.find(torchrun)
+    program = find_program(torchrun)
     if program.script:
         torchrun.training_script, torchrun.no_python = program.script, False
         torchrun.training_script_args = script_arguments[program.words :]

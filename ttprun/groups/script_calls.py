@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ttprun.device import accelerator
-from ttprun.device.environment import DEBUG_NOTE, is_debugging
+from ttprun.device.device_errors import DEBUG_NOTE, is_debugging
 from ttprun.groups import device_link, torch_calls
 from ttprun.groups.connection import Exchange, GivenUpError
 from ttprun.groups.departure import leave_together

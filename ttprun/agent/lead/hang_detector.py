@@ -21,7 +21,7 @@ from ttprun.agent.lead.lead import Lead, Row
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.device.device_errors import DeviceFault
 from ttprun.errors import in_short
-from ttprun.observe.stacks import RankStack, groups_of
+from ttprun.observe.run_directory import RankStack, groups_of
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 from ttprun.protocol.from_rank import Broken
 from ttprun.recovery.hangs import HangVerdict, HangWatch, Hung, Stalled, Straggler, Way

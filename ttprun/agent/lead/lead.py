@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ttprun import recovery
 from ttprun.agent.base.ground import Ground
 from ttprun.agent.base.stored_states import Stored
-from ttprun.observe.stacks import RankStack
+from ttprun.observe.run_directory import RankStack
 from ttprun.protocol import from_rank, node_messages, process_orders, to_rank
 from ttprun.protocol.board import AWAITED, SHARED, Board, Field
 from ttprun.protocol.from_rank import GroupJournal

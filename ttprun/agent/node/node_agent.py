@@ -29,8 +29,7 @@ from ttprun.agent.node.standbys import Standbys, StandbyWatch
 from ttprun.agent.node.state_copies import Memory, why_not_alike
 from ttprun.chaos.injections import Injections
 from ttprun.observe.events import timestamp
-from ttprun.observe.run_directory import replace_file
-from ttprun.observe.stacks import RankStack, StackReport
+from ttprun.observe.run_directory import RankStack, StackReport, replace_file
 from ttprun.protocol import channel, from_rank, node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, OPERATION_NAMES, Field, Phase
 from ttprun.protocol.meeting import Legacy

@@ -26,7 +26,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from ttprun import text_hashes
-from ttprun.device.environment import VARIABLES
+from ttprun.device.device_errors import VARIABLES
 from ttprun.protocol import channel, standby_messages, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG

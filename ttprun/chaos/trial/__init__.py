@@ -2,5 +2,5 @@
 
 Files, lowest floor first: `twins` (a run: how it is launched, and where), `compare` (what differs between two),
 `kills` (which fault came to what), `drill` (a scenario with its faults), `check` (the user's own script, with a rank
-killed at several moments). What ranks note in a check: `chaos/observer.py` and `chaos/plain_observer`.
+killed at several moments). What ranks note in a check: `chaos/strikes.py` and `chaos/plain_observer`.
 """

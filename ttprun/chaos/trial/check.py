@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ttprun import text_hashes
 from ttprun.capture.position import disk_cache
-from ttprun.chaos import observer
+from ttprun.chaos import strikes
 from ttprun.chaos.faults import Fault
 from ttprun.chaos.plain_observer import sitecustomize
 from ttprun.chaos.trial.compare import (
@@ -73,7 +73,7 @@ def by_ttprun(checked: CheckTarget, copy: WorkingCopy, folder: Path, faults: Seq
     options = [*checked.options, "--save-dir", str(folder / "checkpoints"), "--resume", "off", "--allow-faults"]
     for fault in faults:
         options += ["--fault", str(fault)]
-    environment = _environment(checked, copy) | observer.order(folder / "notes", checked.steps)
+    environment = _environment(checked, copy) | strikes.order_observer(folder / "notes", checked.steps)
     if not faults:
         plain = sitecustomize.order(str(folder / "notes"), is_alone=False, steps=0, steps_of_rank={})
         environment = _with_plain_observer(environment, plain)

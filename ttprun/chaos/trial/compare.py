@@ -145,7 +145,7 @@ def _describe(line: str | None) -> str:
     return "no line" if line is None else repr(line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "...")
 
 
-# What the ranks of a checked run have noted (chaos/observer.py), and where two runs differ in it.
+# What the ranks of a checked run have noted (chaos/strikes.py), and where two runs differ in it.
 
 
 _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")

@@ -5,8 +5,10 @@ A process runs its script once, unless a transient error or a device error ends 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,15 +18,15 @@ from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import made_inside
 from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.recorder import Recorder
-from ttprun.chaos import observer, strikes
+from ttprun.chaos import strikes
 from ttprun.elastic_resume.adapted import Adapted, log_of
 from ttprun.groups import script_calls
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
 from ttprun.introspect import fail_open, stages
-from ttprun.introspect.current_rank import Observers, Rank, begin, leave_in_children
-from ttprun.protocol import from_rank, patience, to_rank
+from ttprun.introspect.current_rank import Observers, Rank, begin, current, leave_in_children
+from ttprun.protocol import from_rank, mindio, patience, to_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.protocol.reason import Reason
 from ttprun.rank import heartbeat, proof
@@ -46,24 +48,27 @@ from ttprun.tensors.shares import SnapshotPart
 
 
 def install(presence: Presence) -> None:
-    """Install what lasts as long as the process."""
-    options = presence.welcome.options
-    why_not = installing.install(record.steps_now)
+    """Install what lasts as long as the process; with --mindio what process groups need, and little else."""
+    options, why_not = presence.welcome.options, ""
     script_calls.register()
-    missing = patch_table.apply_all(with_replay=False)
-    if missing:
-        presence.channel.send(from_rank.Note(f"not protected on this torch version: {', '.join(missing)}"))
-    if why_not:
-        presence.channel.send(from_rank.Note(why_not))
-    before_step = fail_open.hook("the hook before Optimizer.step", step_hooks.before_step)
-    register_optimizer_step_pre_hook(optimizer_registry.after_all_others(before_step))
-    register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
+    if options.mindio:
+        installing.leave_us_alone()
+        missing = patch_table.apply_for_frameworks()
+    else:
+        why_not = installing.install(record.steps_now)
+        missing = patch_table.apply_all(with_replay=False)
+        before_step = fail_open.hook("the hook before Optimizer.step", step_hooks.before_step)
+        register_optimizer_step_pre_hook(optimizer_registry.after_all_others(before_step))
+        register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
+        if options.may_rerun:
+            reset.note_beginning()
+    named = f"not protected on this torch version: {', '.join(missing)}" if missing else ""
+    for note in filter(None, (named, why_not)):
+        presence.channel.send(from_rank.Note(note))
     leave_in_children()
     if options.allow_faults:
-        stages.listener = observer.ordered(presence.welcome.rank) or strikes
+        stages.listener = strikes.observer_for(presence.welcome.rank) or strikes
         strikes.begin(presence.welcome.faults, presence.channel)
-    if options.may_rerun:
-        reset.note_beginning()
 
 
 def begin_run(presence: Presence, is_replacement: bool) -> None:
@@ -73,6 +78,9 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     """
     session = make_session(presence)
     order = presence.order if is_replacement else None
+    if presence.welcome.options.mindio:
+        _begin_framework(presence, session, order)
+        return
     if is_replacement:
         patch_table.apply_all(with_replay=True)
     begin(session)
@@ -93,6 +101,37 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             recovery_orders.note_agreed(session, order)  # before it issues anything
             Proof.begin(session, boundary)
     listen(presence, session, Recovery(session))
+
+
+def _begin_framework(presence: Presence, session: Rank, order: object) -> None:
+    """With --mindio, where the framework owns the train function; what other ranks never need is imported here."""
+    from ttprun.rank.framework.callback_recovery import CallbackRecovery
+    from ttprun.rank.framework.framework import Framework
+
+    boundary, reboot_type = (order.boundary, order.reboot_type) if isinstance(order, mindio.Prepare) else (None, "arf")
+    session.framework = framework = Framework(session, boundary, reboot_type)
+    session[Journal].admit = framework.admit
+    begin(session)
+    listen(presence, session, CallbackRecovery(session, framework))
+
+
+def wrap_process_group_name(original: Any) -> Any:
+    """_process_group_name: give a group that is made during a repair the same name in all its members.
+
+    torch derives the name from the number of groups that a process has made; a replacement has made fewer than the
+    other ranks. Groups of the script's setup, which all ranks make alike, keep their names.
+    """
+    made: Counter[tuple[int, str]] = Counter()
+
+    def process_group_name(ranks: Any, use_hashed_name: Any) -> Any:
+        session = current()
+        if session is None or session.framework is None or not session.framework.is_past_setup:
+            return original(ranks, use_hashed_name)
+        of = "_".join(map(str, ranks)) if use_hashed_name else "all"
+        made[session.generation, of] += 1
+        return f"repair {session.generation} of {of}, {made[session.generation, of]}"
+
+    return process_group_name
 
 
 def _replay_of(session: Rank, order: to_rank.Replay) -> ReplayRun:

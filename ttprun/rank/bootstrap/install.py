@@ -392,11 +392,7 @@ def take_over() -> None:
     if presence is None:
         return
     try:
-        hooks: Any
-        if presence.welcome.options.mindio:
-            from ttprun.rank.bootstrap import framework_hooks as hooks
-        else:
-            from ttprun.rank.bootstrap import hooks
+        from ttprun.rank.bootstrap import hooks
 
         hooks.install(presence)
         hooks.begin_run(presence, presence.welcome.is_replacement)

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from ttprun.capture import PATCHES as OF_CAPTURE
-from ttprun.device.environment import VARIABLES
+from ttprun.device.device_errors import VARIABLES
 from ttprun.groups import PATCHES as OF_GROUPS
 from ttprun.introspect.patching import Patch, after_import, replace
 
@@ -92,7 +92,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed.distributed_c10d",
         "_process_group_name",
-        "rank.bootstrap.framework_hooks:wrap_process_group_name",
+        "rank.bootstrap.hooks:wrap_process_group_name",
         "with --mindio only, to give a group made during a repair the same name in all ranks",
         "mindio",
     ),

@@ -4,6 +4,6 @@ The phases and the agent's orders are the same as without it, but nothing of the
 survivor's main thread leaves its collective by an error, which the decorator of the train function catches; a
 replacement runs the script up to that function. Each phase then calls a handler: the framework's own, or our default.
 
-Files: `codes` (the interface's values), `handlers` (callbacks and their defaults), `framework` (the main thread's
+Files: `handlers` (the interface's values, callbacks and their defaults), `framework` (the main thread's
 side), `callback_recovery` (the recovery thread's side). Read `callback_recovery.CallbackRecovery` first.
 """

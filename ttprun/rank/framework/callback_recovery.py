@@ -38,9 +38,8 @@ from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
 from ttprun.protocol.reason import Reason
 from ttprun.rank.framework import framework, handlers
-from ttprun.rank.framework.codes import FORCE_STOP, RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.framework import Framework, MainThread
-from ttprun.rank.framework.handlers import SAVE, Size
+from ttprun.rank.framework.handlers import FORCE_STOP, RET_NO_REBUILD, SAVE, ReportState, Size
 from ttprun.rank.replay import recovery_orders
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
 from ttprun.tensors import state_transfer

@@ -27,17 +27,19 @@ from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.patience import Patience
 from ttprun.rank.framework import handlers
-from ttprun.rank.framework.codes import (
+from ttprun.rank.framework.handlers import (
     ARF_FINISH,
     FORCE_STOP,
     RET_ERROR,
     RET_OK,
     STEP_FINISH,
     Action,
+    Elastic,
     ErrorTable,
+    Handlers,
+    Pauses,
     ReportState,
 )
-from ttprun.rank.framework.handlers import Elastic, Handlers, Pauses
 from ttprun.rank.replay.recovery import JoinsTraining
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.commit_barrier import commit

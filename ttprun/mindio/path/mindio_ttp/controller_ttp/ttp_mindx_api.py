@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ttprun.rank.framework import framework
-from ttprun.rank.framework.codes import RET_ERROR
+from ttprun.rank.framework.handlers import RET_ERROR
 
 
 def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:

@@ -11,8 +11,8 @@ import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
 
 from ttprun.mindio import uses_shift
 from ttprun.protocol import mindio
-from ttprun.rank.framework.codes import MOST_RANKS, ReportState, check_port, check_rank, value_of
 from ttprun.rank.framework.framework import this_rank
+from ttprun.rank.framework.handlers import MOST_RANKS, ReportState, check_port, check_rank, value_of
 
 FRAMEWORKS = ("MindSpeed", "MindSpeed-LLM")
 _export_version = ""
