@@ -202,18 +202,6 @@ class _Npu:
     def empty_cache(self) -> None:
         """Nothing is cached."""
 
-    def get_rng_state(self, device_id: int) -> Any:
-        """The processor's generator stands for the device's."""
-        import torch
-
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: Any, device_id: int) -> None:
-        """As above."""
-        import torch
-
-        torch.set_rng_state(state)
-
     def mem_get_info(self, device_id: int) -> tuple[int, int]:
         """Nothing is used."""
         return _TOTAL_BYTES, _TOTAL_BYTES

@@ -25,7 +25,6 @@ class FakeCuda:
     def __init__(self) -> None:
         self.sticky: RuntimeError | None = None
         self.is_there = True
-        self.state = torch.zeros(16, dtype=torch.uint8)
         self.nccl = SimpleNamespace(version=lambda: (2, 26, 2))
 
     def is_available(self) -> bool:
@@ -46,12 +45,6 @@ class FakeCuda:
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
         return 60, 80
-
-    def get_rng_state(self, index: int) -> torch.Tensor:
-        return self.state
-
-    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
-        self.state = state
 
 
 class FakeBackend:
@@ -229,14 +222,10 @@ def test_communicators_are_aborted_where_there_are_any() -> None:
     assert [backend.is_aborted for backend in backends] == [True, True]
 
 
-def test_memory_and_random_state_are_the_gpus_own() -> None:
+def test_memory_is_the_gpus_own() -> None:
     fake = FakeTorch()
     device = CudaDevice(fake, 0)
-    state = device.rng_state()
-    fake.cuda.state = torch.ones(16, dtype=torch.uint8)
-    device.restore_rng_state(state)
 
-    assert fake.cuda.state.tolist() == [0] * 16
     assert (device.memory().free_bytes, device.memory().total_bytes) == (60, 80)
 
 

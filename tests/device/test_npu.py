@@ -176,14 +176,6 @@ def test_whatever_the_fake_raises_is_in_the_table(queue: Queue) -> None:
     assert TABLE.diagnose(device.module.npu.error()).is_known
 
 
-def test_the_random_state_of_a_device_is_put_back_as_it_was(device: FakeNpu) -> None:
-    state = device.rng_state()
-    drawn = torch.rand(3)
-    device.restore_rng_state(state)
-
-    assert torch.equal(torch.rand(3), drawn)
-
-
 @pytest.mark.parametrize(
     ("source", "reported"),
     [

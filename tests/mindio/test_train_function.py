@@ -303,4 +303,4 @@ def test_what_is_kept_of_a_step_can_be_read_without_running_code(session: Rank) 
     found = session[Recorder].read(2)
 
     assert found is not None
-    assert set(msgpack.unpackb(found[0])) == {"generators", "device"}
+    assert {"python", "torch"} <= set(msgpack.unpackb(found[0]))

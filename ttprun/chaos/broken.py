@@ -221,9 +221,8 @@ def _chosen(session: Rank, fault: Fault, peers: list[int]) -> list[int]:
         if fault.peer not in peers:
             raise ValueError(f"this rank has no connection to rank {fault.peer}")
         return [fault.peer]
-    if fault.kind != "silent":
-        return peers
-    return [next((peer for peer in peers if peer > session.rank), peers[0])]
+    following = next((peer for peer in peers if peer > session.rank), peers[0])
+    return [following] if fault.kind == "silent" else peers
 
 
 def _reset(sock: socket.socket, fault: Fault) -> None:
@@ -248,21 +247,21 @@ def _silence(sock: socket.socket, fault: Fault) -> None:
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(nothing)))
 
 
-def _hear_again(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-
-
-def _slow_down(sock: socket.socket, fault: Fault) -> None:
+def _pace(sock: socket.socket, rate: int | bytes) -> None:
     """Have the kernel pace what this end sends."""
-    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, fault.rate or SLOW_BYTES_PER_S)
+    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
 
 
-def _speed_up(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", _UNLIMITED))
-
-
-_BREAK: dict[str, Any] = {"reset": _reset, "silent": _silence, "cut-off": _silence, "slow": _slow_down}
-_RESTORE: dict[str, Any] = {"silent": _hear_again, "cut-off": _hear_again, "slow": _speed_up}
+_BREAK: dict[str, Any] = {
+    "reset": _reset,
+    "silent": _silence,
+    "cut-off": _silence,
+    "slow": lambda sock, fault: _pace(sock, fault.rate or SLOW_BYTES_PER_S),
+}
+_RESTORE: dict[str, Any] = {
+    **dict.fromkeys(("silent", "cut-off"), lambda sock: sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)),
+    "slow": lambda sock: _pace(sock, struct.pack("=I", _UNLIMITED)),
+}
 
 
 def _restore_later(fault: Fault, sockets: list[socket.socket]) -> None:

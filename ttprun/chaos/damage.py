@@ -100,14 +100,6 @@ def report(channel: Channel, armed: Armed, phase: str, step: int, detail: str = 
 # What ends or stops the process, or its main thread.
 
 
-def _kill(fault: Fault, phase: str) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _exit(fault: Fault, phase: str) -> None:
-    os._exit(EXIT_CODE if fault.code is None else fault.code)
-
-
 def _raise(fault: Fault, phase: str) -> None:
     raise InjectedFaultError(f"injected by ttprun in phase {phase}")
 
@@ -136,14 +128,6 @@ def write_no_core() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
-def _stop(fault: Fault, phase: str) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)  # ended by the agent, if the fault says after how long
-
-
-def _sleep(fault: Fault, phase: str) -> None:
-    time.sleep(_FOREVER_S if fault.seconds is None else fault.seconds)
-
-
 def _deadlock(fault: Fault, phase: str) -> None:
     libc = ctypes.PyDLL(None)  # calls through it keep the GIL
     if fault.seconds is not None:
@@ -159,22 +143,18 @@ def _turn(fault: Fault, phase: str) -> None:
         pass
 
 
-def _nothing(fault: Fault, phase: str) -> None:
-    """The caller skips the collective."""
-
-
 _ENDING: dict[str, Callable[[Fault, str], None]] = {
-    "kill": _kill,
-    "exit": _exit,
+    "kill": lambda fault, phase: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda fault, phase: os._exit(EXIT_CODE if fault.code is None else fault.code),
     "exception": _raise,
     "segv": _segv,
     "abort": _abort,
-    "stop": _stop,
+    "stop": lambda fault, phase: os.kill(os.getpid(), signal.SIGSTOP),  # the agent ends it, if it has a duration
     "leave": _leave,
-    "sleep": _sleep,
+    "sleep": lambda fault, phase: time.sleep(_FOREVER_S if fault.seconds is None else fault.seconds),
     "deadlock": _deadlock,
     "busy": _turn,
-    "skip-collective": _nothing,
+    "skip-collective": lambda fault, phase: None,  # the caller skips it
 }
 
 # Done by the agent while this thread waits, so that it happens at the requested moment.
@@ -203,9 +183,7 @@ def _break_something(session: Rank, fault: Fault) -> str:
         return broken.break_device(fault.kind)
     if fault.kind == "worker-kill":
         return _kill_worker()
-    if fault.kind == "flip-bit":
-        return broken.flip_bit(fault.seed or 0)
-    return broken.break_links(session, fault)
+    return broken.flip_bit(fault.seed or 0) if fault.kind == "flip-bit" else broken.break_links(session, fault)
 
 
 def _kill_worker() -> str:

@@ -222,8 +222,9 @@ def check_fault(fault: Fault) -> None:
         if getattr(fault, key) is not None and not set(fault.kinds) & set(kinds):
             raise ValueError(f"fault '{fault}': {key} does not fit {fault.kind}; it is {use}")
     if fault.seed is None and (fault.kind == RANDOM or len(fault.kinds) > 1):
-        raise ValueError(f"fault '{fault}' leaves its kind open; add a seed, as in {_with_seed(fault)}")
-    if fault.rank is None and fault.seed is None and not _needs_no_rank(fault):
+        raise ValueError(f"fault '{fault}' leaves its kind open; add a seed, as in {replace(fault, seed=1)}")
+    is_of_agent_now = fault.kind in AGENT_KINDS and fault.step is None and fault.phase is None
+    if fault.rank is None and fault.seed is None and not is_of_agent_now:
         raise ValueError(f"fault '{fault}' names no rank; {USAGE}, or a seed to draw one")
     if fault.count is not None and fault.every is None and fault.seed is None:
         raise ValueError(f"fault '{fault}' has a count and no interval; give every=5steps or every=10s, or a seed")
@@ -263,14 +264,6 @@ def seconds_of(every: str | None) -> float | None:
 def steps_of(every: str | None) -> int | None:
     """The period in steps; None if it is one of seconds, or if there is none."""
     return int(every.removesuffix("steps")) if every is not None and every.endswith("steps") else None
-
-
-def _with_seed(fault: Fault) -> str:
-    return str(replace(fault, seed=1))
-
-
-def _needs_no_rank(fault: Fault) -> bool:
-    return fault.kind in AGENT_KINDS and fault.step is None and fault.phase is None
 
 
 def _natural(value: str) -> int:

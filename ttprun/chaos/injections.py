@@ -75,15 +75,15 @@ class Injections:
             try:
                 self.order(fault, "configuration")
             except ValueError as error:
-                self._log("fault_failed", number=None, rank=fault.rank, fault=str(fault), reason=str(error))
+                self._node.log("fault_failed", number=None, rank=fault.rank, fault=str(fault), reason=str(error))
         self._from_config = []
 
     def order(self, fault: Fault, by: str) -> str:
         """Take an order; returns the answer for the user. Raises ValueError if it cannot be carried out."""
         self._check(fault)
-        now = time.monotonic()
-        order = FaultSchedule(next(self._order_numbers), fault, now, self._strikes_of(fault))
-        self._log("fault_ordered", order=order.number, fault=str(fault), by=by)
+        now, coming = time.monotonic(), strikes(fault, len(self._node.slots), self._running_step())
+        order = FaultSchedule(next(self._order_numbers), fault, now, coming)
+        self._node.log("fault_ordered", order=order.number, fault=str(fault), by=by)
         return self._take_next(order)
 
     def waiting_in(self, rank: int) -> list[to_rank.InjectedFault]:
@@ -159,9 +159,6 @@ class Injections:
         steps = (board.get(slot.rank, Field.APPLIED) for slot in self._node.slots)
         return max((step for step in steps if step < FINISHED), default=0)
 
-    def _strikes_of(self, fault: Fault) -> Iterator[PlannedStrike]:
-        return strikes(fault, len(self._node.slots), self._running_step())
-
     def _take_next(self, order: FaultSchedule) -> str:
         """Arm the order's next strike, or set a timer for it; returns what was done."""
         strike = next(order.left, None)
@@ -190,7 +187,7 @@ class Injections:
             return self._strike_now(number, order, fault, slot)
         self._armed[number] = (fault, order)
         rank = _rank_of(fault)
-        self._log("fault_armed", number=number, order=order.number, rank=rank, fault=str(fault))
+        self._node.log("fault_armed", number=number, order=order.number, rank=rank, fault=str(fault))
         self._node.slots[rank].send_if_present(to_rank.InjectedFault(number, str(fault)))
         return f"armed in rank {rank}: {fault}"
 
@@ -267,11 +264,8 @@ class Injections:
 
     # Events.
 
-    def _log(self, event: str, **fields: object) -> None:
-        self._node.log(event, **fields)
-
     def _log_strike(self, number: int, fault: Fault, slot: Process | Row | None, detail: str, **fields: object) -> None:
-        self._log(
+        self._node.log(
             "fault_injected",
             number=number,
             rank=None if slot is None else slot.rank,
@@ -284,7 +278,7 @@ class Injections:
         )
 
     def _log_failure(self, number: int, fault: Fault, reason: str, rank: int | None = None) -> None:
-        self._log("fault_failed", number=number, rank=rank, fault=str(fault), kind=fault.kind, reason=reason)
+        self._node.log("fault_failed", number=number, rank=rank, fault=str(fault), kind=fault.kind, reason=reason)
 
 
 def _rank_of(fault: Fault) -> int:

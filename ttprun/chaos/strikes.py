@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -181,9 +181,7 @@ def phase_of_collective(session: Rank, op: str) -> str:
     """Which phase a collective shows; "collective" if none but itself."""
     if torch._C._current_graph_task_id() != -1:  # autograd is running
         return "backward"
-    if session.applied == 0:
-        return "setup"
-    return "checkpoint" if op == "barrier" else "collective"
+    return "setup" if session.applied == 0 else "checkpoint" if op == "barrier" else "collective"
 
 
 connected = broken.publish
@@ -270,7 +268,13 @@ class Observer:
 
     def _note_boundary(self, session: Rank) -> None:
         with contextlib.suppress(Exception):  # a tensor that cannot be hashed is not compared; training goes on
-            self._note({"boundary": session.applied, "trained": trained(), "random": random_now()})
+            self._note(
+                {
+                    "boundary": session.applied,
+                    "trained": trained(),
+                    "random": xxhash.xxh3_128_hexdigest(pack(random_state.capture())),
+                }
+            )
 
     def _note(self, what: dict[str, Any]) -> None:
         """Never raises: what cannot be noted is missed by whoever compares."""
@@ -298,18 +302,9 @@ def _live() -> Rank | None:
 
 def trained() -> str:
     """Digest of all that the optimizers update: parameters, and the tensors of their state."""
-    return _digest(optimizer_registry.stepped_tensors())
-
-
-def _digest(tensors: Iterable[torch.Tensor]) -> str:
     hasher = xxhash.xxh3_128()
-    for tensor in tensors:
+    for tensor in optimizer_registry.stepped_tensors():
         elements = elements_of(local_of(tensor).detach())
         hasher.update(f"{elements.dtype} {list(tensor.shape)}".encode())
         hasher.update(content_of(elements))
     return hasher.hexdigest()
-
-
-def random_now() -> str:
-    """Digest of the random generators' states."""
-    return xxhash.xxh3_128_hexdigest(pack(random_state.capture()))

@@ -197,10 +197,8 @@ def verify_checkpoints(
 
     Exit code: 0 all valid, 1 something is incomplete or damaged (or there is nothing).
     """
-    if checkpoints:
-        wanted = [find_checkpoint(text, save_dir) for text in checkpoints]
-    else:
-        wanted = open_store(save_dir).checkpoints()
+    named = [find_checkpoint(text, save_dir) for text in checkpoints or ()]
+    wanted = named or open_store(save_dir).checkpoints()
     checked = [check(checkpoint) for checkpoint in wanted]
     if as_json:
         print(json.dumps({"checkpoints": [result.to_json() for result in checked]}))
@@ -299,13 +297,9 @@ def check(checkpoint: Checkpoint) -> VerifiedCheckpoint:
 
 def open_store(save_dir: str | None) -> CheckpointStore:
     """The checkpoints of a directory, or with None of the newest run. Raises ConfigError if there is no directory."""
-    if save_dir is None:
-        store = CheckpointStore(save_dir_of(RunDirectory.find()))
-        cure = "name it with --save-dir"
-    else:
-        store = CheckpointStore(save_dir)
-        cure = "name another with --save-dir"
+    store = CheckpointStore(save_dir_of(RunDirectory.find()) if save_dir is None else save_dir)
     if not store.save_dir.is_dir():
+        cure = f"name {'it' if save_dir is None else 'another'} with --save-dir"
         raise ConfigError(f"there is no save directory '{store.save_dir}'", cure)
     return store
 

@@ -123,31 +123,17 @@ def _as_yaml(value: object) -> str:
     """A default as a YAML file has it."""
     if isinstance(value, list):
         return f"[{', '.join(map(str, value))}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 # The messages of the protocol as Markdown, generated from their classes.
-
-
-def message_reference() -> str:
-    """A list of what a rank reports to the agent: each message with its fields and the first line of its docstring."""
-    return "\n".join(map(_message_item, get_args(Report)))
 
 
 def _message_item(kind: type) -> str:
     names = [field.name for field in fields_of(kind) if field.name not in ("at_s", "rank")]  # which its agent fills in
     fields = f" ({', '.join(names)})" if names else ""
     return f"* `{kind.__name__}`{fields}: {(inspect.getdoc(kind) or '').partition(chr(10))[0]}"
-
-
-# The reasons as Markdown, generated from their table.
-
-
-def reason_reference() -> str:
-    """A list of all reasons, word by word: each kind with what it means and what helps."""
-    return "\n".join(f"* `{row.kind}` ({row.word}): {row.means} What helps: {row.cure}." for row in REASONS)
 
 
 FOLDER = Path(__file__).resolve().parent.parent / "guide"
@@ -177,8 +163,10 @@ DEFINED = ("boundary", "rung", "generation", "standby", "replay", "rewind", "mir
 # What stands for text that is generated when the page is shown, so that it cannot differ from the code.
 _GENERATED = {
     "<!-- generated: every key -->": config_reference,
-    "<!-- generated: every report -->": message_reference,
-    "<!-- generated: every reason -->": reason_reference,
+    "<!-- generated: every report -->": lambda: "\n".join(map(_message_item, get_args(Report))),
+    "<!-- generated: every reason -->": lambda: "\n".join(
+        f"* `{row.kind}` ({row.word}): {row.means} What helps: {row.cure}." for row in REASONS
+    ),
     "<!-- generated: the support matrix -->": support_matrix,
 }
 

@@ -139,7 +139,7 @@ def limits() -> Iterator[Finding]:
     """What this process, and so each rank, may use."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     means = "an agent with many ranks, or a DataLoader with many workers, runs out of them"
-    enough = _is_enough(files, ENOUGH_FILES)
+    enough = files == resource.RLIM_INFINITY or files >= ENOUGH_FILES
     yield judged("limits", "open files", _describe(files), enough, means, "ulimit -n 65536")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_rdma = Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
@@ -256,14 +256,8 @@ def signals() -> Iterator[Finding]:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (kernel, signals, stacks, clocks, limits, network, files)
 
 
-def _is_enough(value: int, needed: int) -> bool:
-    return value == resource.RLIM_INFINITY or value >= needed
-
-
 def _describe(value: int, unit: str = "") -> str:
-    if value == resource.RLIM_INFINITY:
-        return "unlimited"
-    return _size(value) if unit else str(value)
+    return "unlimited" if value == resource.RLIM_INFINITY else _size(value) if unit else str(value)
 
 
 def _size(value: float) -> str:

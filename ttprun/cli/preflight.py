@@ -165,12 +165,8 @@ def check_script(torchrun: Namespace) -> None:
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = get_close_matches(path.name, beside, n=1, cutoff=0.75)
         command = get_close_matches(script, COMMANDS, n=1, cutoff=0.75)
-        if close:
-            cure = f"did you mean '{path.parent / close[0]}'?"
-        elif command:
-            cure = f"did you mean the command '{command[0]}'?"
-        else:
-            cure = f"it was looked for in {Path.cwd()}"
+        meant = [f"'{path.parent / name}'" for name in close] + [f"the command '{name}'" for name in command]
+        cure = f"did you mean {meant[0]}?" if meant else f"it was looked for in {Path.cwd()}"
         raise ConfigError(f"there is no script '{script}'", cure)
     if path.is_dir() and not (path / "__main__.py").exists():
         raise ConfigError(f"'{script}' is a directory", "name a script; a directory needs a __main__.py to be run")

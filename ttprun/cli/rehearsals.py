@@ -131,12 +131,9 @@ def draw_injections(console: Console, injections: list[Injection]) -> Renderable
     names = ("#", "fault", "rank", "step", "phase", "came to", "rung", "detected", "recovered")
     table = new_table(console, *names, right=right)
     for number, injection in enumerate(injections, 1):
-        if injection.failure:
-            outcome = f"not caused: {injection.failure}"
-        elif injection.incident is not None:
-            outcome = f"incident {injection.incident}, {injection.outcome}"
-        else:
-            outcome = injection.effect or "nothing: not noticed"
+        incident = "" if injection.incident is None else f"incident {injection.incident}, {injection.outcome}"
+        failure = f"not caused: {injection.failure}" if injection.failure else ""
+        outcome = failure or incident or injection.effect or "nothing: not noticed"
         cells = (number, injection.kind, injection.rank, injection.step, injection.phase, outcome, injection.rung)
         table.add_row(
             *("-" if cell is None else str(cell) for cell in cells), _s(injection.detect_s), _s(injection.recover_s)

@@ -201,9 +201,8 @@ def read_command_line(words: Sequence[str]) -> Invocation:
             notices.append(f"{option_name(flag)}: repair is off; a failure restarts the whole group{why}")
     is_job_named = config.run_id is not None
     is_place_named = is_job_named or any((config.save_dir, config.run_dir))
-    config = config.model_copy(
-        update={"run_id": config.run_id or new_run_id(), "launch": used_launch_options(torchrun)}
-    )
+    new_run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(2)}"  # sorts by time, and no other run has it
+    config = config.model_copy(update={"run_id": config.run_id or new_run_id, "launch": used_launch_options(torchrun)})
     of_launch = launch_origins(parser, list(words), torchrun, setting_origins, os.environ)
     return Invocation(config, torchrun, tuple(notices), is_place_named, is_job_named, asked, setting_origins, of_launch)
 
@@ -240,11 +239,6 @@ def used_launch_options(torchrun: Namespace) -> dict[str, LaunchValue]:
     """torchrun's options as a `launch` mapping that gives the same again; empty ones are left out."""
     options = vars(torchrun).items()
     return {name: value for name, value in options if name not in SCRIPT and value not in (None, "", [])}
-
-
-def new_run_id() -> str:
-    """A name that sorts by time and that no other run has."""
-    return f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(2)}"
 
 
 def fill_rendezvous(torchrun: Namespace, launch_origins: Mapping[str, str]) -> None:

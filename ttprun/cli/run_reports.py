@@ -104,27 +104,22 @@ def draw_headline(shown: RunStatus) -> Text:
     line = Text.assemble(
         f"run {shown.run_id} · ", (shown.state, STYLES.get(shown.state, "")), " · " + " · ".join(facts)
     )
-    if shown.nodes:
-        named = ", ".join(f"{number}: {name}" for number, name in enumerate(shown.nodes))
-        line.append(f"\nnodes {named}; this is {shown.node}" + (", whose agent leads" if shown.is_leading else ""))
-    if shown.away:
-        line.append(f"\n{describe_away(shown)}")
-    if shown.reason:
-        line.append(
-            f"\n{shown.reason}{pointer(shown.reason_kind if shown.reason_kind != shown.protection_kind else '')}"
-        )
-    if shown.resume is not None:
-        line.append(f"\n{describe_resume(shown.resume)}")
-    if shown.checkpoint is not None:
-        line.append(f"\n{describe_checkpoint(shown.checkpoint)}")
-    if shown.snapshot_step is not None and not shown.has_ended:
-        line.append(f"\nsnapshot in shared memory: step {shown.snapshot_step}")
-    if shown.protection != "on":
-        line.append(f"\n{describe_protection(shown.protection)}{pointer(shown.protection_kind)}")
-    if shown.cost is not None:
-        line.append(f"\n{describe_cost(shown.cost)}")
-    line.append("".join(f"\nnot proved: {name}" for name in shown.not_proved))
-    return line
+    named = ", ".join(f"{number}: {name}" for number, name in enumerate(shown.nodes))
+    why = pointer(shown.reason_kind if shown.reason_kind != shown.protection_kind else "")
+    details = [
+        shown.nodes and f"nodes {named}; this is {shown.node}" + (", whose agent leads" if shown.is_leading else ""),
+        shown.away and describe_away(shown),
+        shown.reason and f"{shown.reason}{why}",
+        shown.resume and describe_resume(shown.resume),
+        shown.checkpoint and describe_checkpoint(shown.checkpoint),
+        shown.snapshot_step is not None
+        and not shown.has_ended
+        and f"snapshot in shared memory: step {shown.snapshot_step}",
+        shown.protection != "on" and f"{describe_protection(shown.protection)}{pointer(shown.protection_kind)}",
+        shown.cost and describe_cost(shown.cost),
+        *(f"not proved: {name}" for name in shown.not_proved),
+    ]
+    return line.append("".join(f"\n{detail}" for detail in details if detail))
 
 
 def describe_standbys(shown: RunStatus) -> str:
@@ -206,9 +201,7 @@ def draw_phases(console: Console, incidents: tuple[IncidentStatus, ...]) -> Rend
 
 def _seconds(value: float | None) -> str:
     """Milliseconds matter below ten seconds only; a longer str would not fit its column."""
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+    return "-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def _cell(value: object) -> str:

@@ -129,7 +129,7 @@ def software(probed: Mapping[str, Any]) -> Iterator[Finding]:
     found, means = f"{implementation} {platform.python_version()}", "the variables of frames cannot be restored"
     is_known, cure = implementation == "CPython", "use CPython 3.11 or later"
     yield judged("software", "Python", found, is_known, means, cure, "fails")
-    yield Finding("software", "ttprun", ttprun_version())
+    yield Finding("software", "ttprun", f"{installed('ttprun') or 'not installed'}, in {SHIM.parent}")
     yield from _torch(probed)
     if "error" in probed:
         return
@@ -272,8 +272,3 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def ttprun_version() -> str:
-    """Our version, and where it is installed."""
-    return f"{installed('ttprun') or 'not installed'}, in {SHIM.parent}"

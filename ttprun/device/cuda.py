@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from ttprun.device.device_errors import in_one_line
-from ttprun.device.interface import DeviceFailedError, DeviceMissingError, Health, Identity, MemoryCheck, MemoryFigures
+from ttprun.device.interface import (
+    Device,
+    DeviceFailedError,
+    DeviceMissingError,
+    Health,
+    Identity,
+    MemoryCheck,
+    MemoryFigures,
+)
 
 # NVIDIA's management library reports what CUDA does not: Xid events, ECC counters, remapped rows. It is optional (`pip
 # install 'ttprun[cuda]'`; its module is `pynvml`).
@@ -97,7 +105,7 @@ class Gpu:
                 yield "a row of its memory could not be remapped: have it replaced", False
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One GPU.
 
     torch         the module, with CUDA
@@ -165,19 +173,6 @@ class CudaDevice:
         for group in tuple(self._torch.distributed.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):  # a group without a backend for CUDA
                 group._get_backend(self._torch.device("cuda", self._index)).abort()
-
-    def mark_safe(self, tensor: Any) -> None:
-        """No tensor is ever unsafe."""
-
-    def rng_state(self) -> bytes:
-        """State of the GPU's generator."""
-        state: bytes = self._torch.cuda.get_rng_state(self._index).numpy().tobytes()
-        return state
-
-    def restore_rng_state(self, state: bytes) -> None:
-        """Put it back."""
-        torch = self._torch
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), self._index)
 
     def memory(self) -> MemoryFigures:
         """Memory of the GPU."""

@@ -1,4 +1,4 @@
-"""The interface of all devices, the CPU behind it, and which one this process uses. Read `Device` first.
+"""The interface of all devices, which is the CPU, and which one this process uses. Read `Device` first.
 
 It is about the one device that this process uses. The phases of a repair are, in order: stop, check the memory, clean,
 restart, rebuild the communicators, mark repaired tensors as safe.
@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from ttprun.device.device_errors import DeviceFault, Diagnosis, diagnosis_of
 
@@ -85,20 +85,29 @@ class MemoryFigures:
     total_bytes: int
 
 
-class Device(Protocol):
-    """One kind of device. Methods may block until the device answers, seconds at most."""
+class Device:
+    """One kind of device, and what the machine's own processor and memory do, where failed memory ends the process.
+
+    Methods may block until the device answers, seconds at most.
+    """
 
     def identify(self) -> Identity:
         """Which device this is. Raises DeviceMissingError."""
+        return Identity("cpu", platform.machine(), 0, {})
 
     def health(self) -> Health:
         """Whether it can be used; never raises. May wait for its running work."""
+        return Health(is_usable=True)
 
     def stop(self) -> None:
         """End all its running work; operations of other threads fail from now on. Raises DeviceFailedError."""
 
     def check_memory(self) -> MemoryCheck:
-        """Which memory has failed. Raises DeviceFailedError if the device cannot report it."""
+        """Which memory has failed. Raises DeviceFailedError if the device cannot report it.
+
+        An uncorrectable error of main memory is a SIGBUS, so there was none.
+        """
+        return MemoryCheck.NONE
 
     def clean(self) -> None:
         """Free unused memory."""
@@ -115,58 +124,8 @@ class Device(Protocol):
     def mark_safe(self, tensor: Any) -> None:
         """A tensor in failed memory was written again, and may be used."""
 
-    def rng_state(self) -> bytes:
-        """State of the device's random generator, b"" if it has none."""
-
-    def restore_rng_state(self, state: bytes) -> None:
-        """Restore a result of `rng_state`."""
-
     def memory(self) -> MemoryFigures:
         """Free and total memory."""
-
-
-# The CPU as a device: nothing runs asynchronously, and failed memory ends the process.
-
-
-class CpuDevice:
-    """The machine's processor and memory."""
-
-    def identify(self) -> Identity:
-        """The processor."""
-        return Identity("cpu", platform.machine(), 0, {})
-
-    def health(self) -> Health:
-        """It runs this."""
-        return Health(is_usable=True)
-
-    def stop(self) -> None:
-        """Nothing runs beside the threads of the process."""
-
-    def check_memory(self) -> MemoryCheck:
-        """An uncorrectable error of main memory is a SIGBUS, so there was none."""
-        return MemoryCheck.NONE
-
-    def clean(self) -> None:
-        """Memory is freed by itself."""
-
-    def restart(self) -> None:
-        """Nothing was stopped."""
-
-    def rebuild_communicators(self) -> None:
-        """gloo's connections are ttprun's own: see `ttprun.groups.connection`."""
-
-    def mark_safe(self, tensor: Any) -> None:
-        """No tensor is ever unsafe."""
-
-    def rng_state(self) -> bytes:
-        """The processor's generator is recorded by `ttprun.introspect.random_state`."""
-        return b""
-
-    def restore_rng_state(self, state: bytes) -> None:
-        """As above."""
-
-    def memory(self) -> MemoryFigures:
-        """Main memory."""
         page = os.sysconf("SC_PAGE_SIZE")
         return MemoryFigures(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
 
@@ -183,15 +142,13 @@ def current() -> Device:
 
         reinit = getattr(torch.distributed, "reinit_process_group", None)
         return NpuDevice(torch_npu, torch_npu.npu.current_device(), reinit)
-    if torch is not None and torch.cuda.is_initialized():
-        return _gpu(torch, torch.cuda.current_device())
-    return CpuDevice()
+    has_gpu = torch is not None and torch.cuda.is_initialized()
+    return _gpu(torch, torch.cuda.current_device()) if has_gpu else Device()
 
 
 @cache
 def _gpu(torch: Any, index: int) -> Device:
     """One per process, since each listens to the driver's events."""
     from ttprun.device import cuda
-    from ttprun.device.cuda import CudaDevice
 
-    return CudaDevice(torch, index, cuda.load_nvml())
+    return cuda.CudaDevice(torch, index, cuda.load_nvml())

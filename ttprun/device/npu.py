@@ -13,6 +13,7 @@ from typing import Any
 
 from ttprun.device.device_errors import DeviceErrors, in_one_line
 from ttprun.device.interface import (
+    Device,
     DeviceFailedError,
     DeviceMissingError,
     Health,
@@ -47,7 +48,7 @@ def why_not_loaded(error: BaseException) -> str:
     )
 
 
-class NpuDevice:
+class NpuDevice(Device):
     """One NPU.
 
     torch_npu   the module
@@ -120,17 +121,6 @@ class NpuDevice:
         mark = getattr(getattr(self._npu, "_recovery", None), "update_npu_tensor_to_safe", None)
         if mark is not None:
             mark(tensor)
-
-    def rng_state(self) -> bytes:
-        """State of the NPU's generator."""
-        state: bytes = self._npu.get_rng_state(self._index).numpy().tobytes()
-        return state
-
-    def restore_rng_state(self, state: bytes) -> None:
-        """Put it back."""
-        import torch
-
-        self._npu.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), self._index)
 
     def memory(self) -> MemoryFigures:
         """Memory of the NPU."""

@@ -58,7 +58,7 @@ def _of_run(status: RunStatus) -> Iterator[Metric]:
     protections = Counter(rank.protection for rank in status.ranks)
     words = ("on", "not yet", "off")
     yield _one_of("ttprun_ranks_protected", "Ranks by whether a loss is repaired", "protection", words, protections)
-    for name, what, value in (
+    yield from _gauges(
         ("ttprun_protected", "1 if any lost rank is replaced and no step is lost", int(status.protection == "on")),
         ("ttprun_world_size", "Ranks that the job has", status.world_size),
         ("ttprun_generation", "Number of the communicator set", status.generation),
@@ -71,8 +71,7 @@ def _of_run(status: RunStatus) -> Iterator[Metric]:
             unix_s(status.updated_at),
         ),
         ("ttprun_start_time_seconds", "When the launcher has started (Unix time)", unix_s(status.started_at)),
-    ):
-        yield GaugeMetricFamily(name, what, value=value)
+    )
 
 
 def _of_time(status: RunStatus, summary: Summary) -> Iterator[Metric]:
@@ -124,20 +123,21 @@ def _of_incidents(status: RunStatus) -> Iterator[Metric]:
 
 
 def _of_saved_state(status: RunStatus) -> Iterator[Metric]:
-    if status.snapshot_step is not None:
-        yield GaugeMetricFamily("ttprun_snapshot_step", "Step of the newest snapshot", value=status.snapshot_step)
-    checkpoint = status.checkpoint
-    if checkpoint is None:
-        return
-    is_valid = bool(checkpoint.path) and not checkpoint.reason
-    yield GaugeMetricFamily("ttprun_checkpoint_valid", "Whether the newest attempt gave one", value=int(is_valid))
-    yield GaugeMetricFamily("ttprun_checkpoint_step", "Step of the newest checkpoint", value=checkpoint.boundary)
-    yield GaugeMetricFamily("ttprun_checkpoint_size_bytes", "Size of the newest checkpoint", value=checkpoint.bytes)
-    yield GaugeMetricFamily(
-        "ttprun_checkpoint_time_seconds", "When it was written (Unix time)", value=unix_s(checkpoint.written_at)
-    )
-    if checkpoint.took_s is not None:
-        yield GaugeMetricFamily("ttprun_checkpoint_duration_seconds", "How long that took", value=checkpoint.took_s)
+    yield from _gauges(("ttprun_snapshot_step", "Step of the newest snapshot", status.snapshot_step))
+    if (checkpoint := status.checkpoint) is not None:
+        is_valid = bool(checkpoint.path) and not checkpoint.reason
+        yield from _gauges(
+            ("ttprun_checkpoint_valid", "Whether the newest attempt gave one", int(is_valid)),
+            ("ttprun_checkpoint_step", "Step of the newest checkpoint", checkpoint.boundary),
+            ("ttprun_checkpoint_size_bytes", "Size of the newest checkpoint", checkpoint.bytes),
+            ("ttprun_checkpoint_time_seconds", "When it was written (Unix time)", unix_s(checkpoint.written_at)),
+            ("ttprun_checkpoint_duration_seconds", "How long that took", checkpoint.took_s),
+        )
+
+
+def _gauges(*rows: tuple[str, str, float | None]) -> Iterator[GaugeMetricFamily]:
+    """Gauges by name, meaning and value; none for what is not known."""
+    yield from (GaugeMetricFamily(name, what, value=value) for name, what, value in rows if value is not None)
 
 
 def _one_of(

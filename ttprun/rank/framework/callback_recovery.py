@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from msgspec.structs import asdict
@@ -89,23 +90,18 @@ class CallbackRecovery(Recovery):
 
     def _carry_out(self, order: Ordered) -> None:
         accelerator.use(self._framework.device_index)
-        match order:
-            case to_rank.Freeze():
-                self._freeze(order)
-            case mindio.Prepare():
-                self._prepare(order)
-            case JoinsTraining():
-                self._report_joined()
-            case mindio.Repair():
-                self._repair(order)
-            case mindio.Save():
-                self._save(order)
-            case mindio.Rename():
-                self._rename(order)
-            case mindio.Rollback():
-                self._rollback(order)
-            case _:
-                raise RuntimeError(f"a rank with a framework's callbacks cannot carry out {order}")
+        acts: dict[type, Callable[[Any], None]] = {
+            to_rank.Freeze: self._freeze,
+            mindio.Prepare: self._prepare,
+            JoinsTraining: self._report_joined,
+            mindio.Repair: self._repair,
+            mindio.Save: self._save,
+            mindio.Rename: self._rename,
+            mindio.Rollback: self._rollback,
+        }
+        if type(order) not in acts:
+            raise RuntimeError(f"a rank with a framework's callbacks cannot carry out {order}")
+        acts[type(order)](order)
 
     def _work(self) -> None:
         self._framework.serve_callbacks(self._check_overtaken)
@@ -193,7 +189,7 @@ class CallbackRecovery(Recovery):
             order.boundary, RepairType.RT_UCE_LOWLEVEL if has_lost_nothing else RepairType.RT_UCE_HIGHLEVEL
         )
 
-    def _report_joined(self) -> None:
+    def _report_joined(self, _: JoinsTraining) -> None:
         """A replacement has reached its train function."""
         framework = self._framework
         assert framework.joins_at is not None

@@ -376,9 +376,7 @@ class Elastic:
 
 def keep(session: Rank, step: int) -> None:
     """Keep the states with which all resume after `step`."""
-    device = interface.current()
-    record = {"generators": random_state.capture(), "device": device.rng_state()}
-    session[Recorder].write(step, msgpack.packb(record), [])
+    session[Recorder].write(step, msgpack.packb(random_state.capture()), [])
 
 
 def restore(session: Rank, step: int) -> bool:
@@ -386,10 +384,7 @@ def restore(session: Rank, step: int) -> bool:
     stored = session[Recorder].read(step)
     if stored is None:
         return False
-    record = msgpack.unpackb(stored[0])
-    random_state.restore(record["generators"])
-    if record["device"]:  # empty if the process had not used its device yet
-        interface.current().restore_rng_state(record["device"])
+    random_state.restore(msgpack.unpackb(stored[0]))
     return True
 
 

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ttprun.device.interface import DeviceFailedError
 from ttprun.groups import generations
@@ -22,7 +23,7 @@ from ttprun.groups.connection import Exchange, GenerationOverError
 from ttprun.groups.journal import REPORT_AFTER_S, Journal
 from ttprun.groups.links import abort_all, cut_all
 from ttprun.groups.process_group import living
-from ttprun.introspect import fail_open, stages
+from ttprun.introspect import fail_open
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import from_rank, mindio, rank_events, to_rank
 from ttprun.protocol.channel import Message
@@ -30,21 +31,24 @@ from ttprun.protocol.reason import Reason
 from ttprun.rank import heartbeat, held_signals
 from ttprun.rank.proof import Alignment
 from ttprun.rank.replay import recovery_orders
-from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.verification import Verifier
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.shares import SnapshotPart
 
-_DOING: dict[type, str] = {
-    to_rank.Freeze: "stopped",
-    to_rank.SendState: "sent its state",
-    to_rank.FetchState: "loaded another rank's state",
-    to_rank.SendGradients: "sent its gradients",
-    to_rank.TakeGradients: "took another rank's gradients",
-    to_rank.LoadMirror: "loaded the lost rank's mirror",
-    to_rank.LoadState: "loaded what was saved",
-    to_rank.Dump: "wrote its state",
-    to_rank.Resume: "issued the step's collectives again",
+# Order -> what has been done with it, and what does it: (session, order, called now and then; its exception ends it).
+_ACTS: dict[type, tuple[str, Callable[[Rank, Any, Callable[[], None]], None]]] = {
+    to_rank.Freeze: ("stopped", recovery_orders.freeze),
+    to_rank.SendState: ("sent its state", recovery_orders.send_state),
+    to_rank.FetchState: ("loaded another rank's state", recovery_orders.fetch_state),
+    to_rank.SendGradients: ("sent its gradients", recovery_orders.send_gradients),
+    to_rank.TakeGradients: ("took another rank's gradients", recovery_orders.take_gradients),
+    to_rank.LoadMirror: (
+        "loaded the lost rank's mirror",
+        lambda session, order, _: recovery_orders.load_mirror(session, order),
+    ),
+    to_rank.LoadState: ("loaded what was saved", lambda session, order, _: recovery_orders.load_state(session, order)),
+    to_rank.Dump: ("wrote its state", lambda session, order, _: recovery_orders.dump(session, order)),
+    to_rank.Resume: ("issued the step's collectives again", recovery_orders.resume),
 }
 # Between ranks that train: if one of these fails, another rank is lost or a connection has broken.
 _OF_CONNECTIONS = (to_rank.Resume, mindio.Rollback, to_rank.SendGradients, to_rank.TakeGradients)
@@ -214,36 +218,20 @@ class Recovery:
                 return
             detail = "" if is_refusal else traceback.format_exc()
             what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            reason = Reason.of(error, "recovery-failed").within(
-                f"while it {_DOING.get(type(order), 'recovered')}: {what}"
-            )
+            doing, _ = _ACTS.get(type(order), ("recovered", None))
+            reason = Reason.of(error, "recovery-failed").within(f"while it {doing}: {what}")
             session.channel.send(rank_events.MismatchFound(order.generation, reason, detail))
 
     def _carry_out(self, order: Ordered) -> None:
-        session = self._session
         generations.enter(self._session)
-        match order:
-            case to_rank.Freeze():
-                self._freeze(order)
-            case to_rank.SendState():
-                recovery_orders.send_state(session, order, self._check_overtaken)
-            case to_rank.FetchState():
-                recovery_orders.fetch_state(session, order, self._check_overtaken)
-            case to_rank.SendGradients():
-                recovery_orders.send_gradients(session, order, self._check_overtaken)
-            case to_rank.TakeGradients():
-                recovery_orders.take_gradients(session, order, self._check_overtaken)
-            case to_rank.LoadMirror():
-                recovery_orders.load_mirror(session, order)
-            case to_rank.LoadState():
-                recovery_orders.load_state(session, order)
-            case to_rank.Dump():
-                recovery_orders.dump(session, order)
-                self._saved_in = order.generation
-            case to_rank.Resume():
-                self._resume(order)
-            case _:
-                raise RuntimeError(f"a rank that trains cannot carry out {order}")
+        if type(order) not in _ACTS:
+            raise RuntimeError(f"a rank that trains cannot carry out {order}")
+        is_saved = isinstance(order, to_rank.Resume) and order.generation == self._saved_in
+        if is_saved and held_signals.is_end_near():
+            held_signals.note_saved()
+        _ACTS[type(order)][1](self._session, order, self._check_overtaken)
+        if isinstance(order, to_rank.Dump):
+            self._saved_in = order.generation
 
     def _is_overtaken_soon(self, generation: int) -> bool:
         """Whether a newer generation begins within REPORT_AFTER_S, as the agent has noticed the fault itself."""
@@ -255,16 +243,3 @@ class Recovery:
     def _check_overtaken(self) -> None:
         if self._newest_generation > self._session.generation:
             raise OvertakenError
-
-    def _freeze(self, order: to_rank.Freeze) -> None:
-        recovery_orders.freeze(self._session, order, self._check_overtaken)
-
-    def _resume(self, order: to_rank.Resume) -> None:
-        session = self._session
-        if order.generation == self._saved_in and held_signals.is_end_near():
-            held_signals.note_saved()
-        stages.reached("rebuild")
-        if isinstance(session.mode, ReplayRun):
-            recovery_orders.go_live(session, session.mode, order)
-            return
-        recovery_orders.resume(session, order, self._check_overtaken)

@@ -61,37 +61,12 @@ class _Freeze(NamedTuple):
 
 def _hold(freeze: _Freeze) -> None:
     stages.reached("freeze")
-    session = freeze.session
-    session.hold(freeze.order.generation)
+    freeze.session.hold(freeze.order.generation)
 
 
 def _end_collective_step(freeze: _Freeze) -> None:
     if freeze.session.has_collective_steps and not freeze.order.lost:
         let_collective_step_end(*freeze)
-
-
-def _freeze_journal(freeze: _Freeze) -> None:
-    generations.freeze(freeze.session)
-
-
-def _break_connections(freeze: _Freeze) -> None:
-    generations.break_connections(freeze.session, freeze.check_overtaken)
-
-
-def _end_step(freeze: _Freeze) -> None:
-    let_step_end(freeze.session, freeze.check_overtaken)
-
-
-def _settle(freeze: _Freeze) -> None:
-    settle(*freeze)
-
-
-def _give_up_saves(freeze: _Freeze) -> None:
-    thread_collectives.give_up_older(freeze.session)
-
-
-def _settle_device(_: _Freeze) -> None:
-    generations.settle()
 
 
 def _report(freeze: _Freeze) -> None:
@@ -113,19 +88,35 @@ STAGES: tuple[Stage[_Freeze], ...] = (
         _end_collective_step,
         "before the journal is frozen: if no rank is lost, the step can end, but only as long as operations are issued",
     ),
-    Stage("journal", _freeze_journal, "before the connections break: an operation would be issued on a broken one"),
+    Stage(
+        "journal",
+        lambda freeze: generations.freeze(freeze.session),
+        "before the connections break: an operation would be issued on a broken one",
+    ),
     Stage(
         "connections",
-        _break_connections,
+        lambda freeze: generations.break_connections(freeze.session, freeze.check_overtaken),
         "before the wait for the step: what it waits for may be a collective that a lost rank never joins",
     ),
-    Stage("step", _end_step, "before it settles: that announces where this rank is, to those that settle with it"),
-    Stage("settle", _settle, "before the report and all that depends on the boundary: it may let one more step begin"),
     Stage(
-        "saves", _give_up_saves, "after it has settled: those are given up that began before the boundary it came to"
+        "step",
+        lambda freeze: let_step_end(freeze.session, freeze.check_overtaken),
+        "before it settles: that announces where this rank is, to those that settle with it",
     ),
     Stage(
-        "device", _settle_device, "after it has settled: the step that this has let begin gives the device work, too"
+        "settle",
+        lambda freeze: settle(*freeze),
+        "before the report and all that depends on the boundary: it may let one more step begin",
+    ),
+    Stage(
+        "saves",
+        lambda freeze: thread_collectives.give_up_older(freeze.session),
+        "after it has settled: those are given up that began before the boundary it came to",
+    ),
+    Stage(
+        "device",
+        lambda _: generations.settle(),
+        "after it has settled: the step that this has let begin gives the device work, too",
     ),
     Stage("report", _report, "last: the digest is of weights that nothing changes any more"),
 )
@@ -321,10 +312,14 @@ def _handles_end_signals() -> bool:
 
 
 def resume(session: Rank, order: to_rank.Resume, check_overtaken: Callable[[], None]) -> None:
-    """Issue the journal again, thaw, and wait until all of it has completed.
+    """Issue the journal again, thaw, and wait until all of it has completed; a replacement goes live.
 
     check_overtaken   called now and then; its exception ends the order
     """
+    stages.reached("rebuild")
+    if isinstance(session.mode, ReplayRun):
+        go_live(session, session.mode, order)
+        return
     note_agreed(session, order)
     generations.issue_again(session, lambda: session.channel.send(from_rank.RankRebuilt(session.generation)))
     session[Verifier].prove_from(session.applied)
@@ -361,10 +356,7 @@ def expect(session: Rank, order: to_rank.Resume) -> None:
 
 def note_agreed(session: Rank, order: to_rank.Resume) -> None:
     """What all ranks know alike of the operations since the boundary."""
-    session[Journal].note_agreed(givers_of(order), order.received, order.settled)
+    session[Journal].note_agreed(
+        {(name, number): rank for name, number, rank in order.sources}, order.received, order.settled
+    )
     session[Alignment].begin(session, order.generation, order.takes_from)
-
-
-def givers_of(order: to_rank.Resume) -> dict[tuple[str, int], int]:
-    """The ranks that broadcast results, by the agent's order: see Journal.sources."""
-    return {(name, number): rank for name, number, rank in order.sources}
