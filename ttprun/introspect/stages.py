@@ -1,7 +1,7 @@
 """A step, a collective and a recovery, part by part: tables of stages, and moments that a listener is told of.
 
 A stage has a name, a function, and why it stands where it stands. The order is the table's: tests/rank/test_stages.py
-and tests/groups/test_stages_of_a_collective.py exchange stages, and show what would go wrong.
+says what goes wrong if two are exchanged.
 
 Fault injection is a listener (`ttprun.chaos.strikes`). Without one a moment costs one comparison. Begin with `Stage`
 and `reached`.
