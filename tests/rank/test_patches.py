@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,14 +38,16 @@ BY_NAME = {f"{patch.module}.{patch.attribute}": patch for patch in PATCHES}
 class Original:
     """Stands for what is patched: notes its calls, gives something back."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: Any, fails: bool = False) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.result = result
+        self.result, self.fails = result, fails
         self.__name__ = "original"
         self.__doc__ = "What the user reads."
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, kwargs))
+        if self.fails:
+            raise ValueError("the user's")
         return self.result
 
 
@@ -126,28 +128,52 @@ CALLS: dict[str, Call] = {
 }
 
 
+ALL_CALLS = CALLS | {"builtins.open": (("/dev/null",), {"mode": "w"}), "io.open": (("/dev/null",), {})}
 RETURNS_NOTHING = ("__init__", "_reset", "Thread.start")
 
 
 @pytest.mark.parametrize("is_rank", [True, False], ids=["in a rank", "in another process"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_patch_calls_the_original_once_and_passes_arguments_and_result_through(name: str, is_rank: bool) -> None:
-    calls, is_all_given, is_returned = run_alone(pass_through, name, is_rank)
+    found = run_alone(call, name, is_rank)
 
-    assert calls == 1
-    assert is_all_given
-    assert is_returned or name.endswith(RETURNS_NOTHING)
+    assert (found.calls, found.is_all_given) == (1, True)
+    assert found.is_returned or name.endswith(RETURNS_NOTHING)
 
 
-def pass_through(name: str, is_rank: bool) -> tuple[int, bool, bool]:
-    """Call a wrapper as the script would."""
-    become(make_session(world_size=1) if is_rank else None)
-    original = Original(Thing())
-    args, kwargs = CALLS[name]
-    returned = replacement_for(BY_NAME[name], original)(*args, **kwargs)
+class Called(NamedTuple):
+    """What has become of a call of a patched function.
+
+    is_all_given   whether the original got all that the script gave; is_same: and nothing else
+    raised         what the script gets in place of a result
+    """
+
+    calls: int
+    is_all_given: bool
+    is_same: bool
+    is_returned: bool
+    raised: str
+    reason: str
+
+
+def call(name: str, is_rank: bool = True, ours: Any = None, fails: bool = False) -> Called:
+    """Call a wrapper as the script would; `ours` takes the place of what we do in it, and the original may fail."""
+    session = make_session(world_size=1)
+    become(session if is_rank else None)
+    if ours is not None:
+        module, _, function = BY_NAME[name].ours.partition(":")
+        setattr(importlib.import_module(f"ttprun.{module}"), function, ours)
+    original, raised, returned = Original(Thing(), fails), "", None
+    args, kwargs = ALL_CALLS[name]
+    try:
+        returned = replacement_for(BY_NAME[name], original)(*args, **kwargs)
+    except ValueError as error:
+        raised = str(error)
     given = [*original.calls[0][0], *original.calls[0][1].values()]
     is_all_given = all(value in given for value in (*args, *kwargs.values()))
-    return len(original.calls), is_all_given, returned is original.result
+    is_same = original.calls[0] == (args, kwargs)
+    reason = session.unprotected.text
+    return Called(len(original.calls), is_all_given, is_same, returned is original.result, raised, reason)
 
 
 def test_what_our_futures_hold_is_given_to_ddp_without_being_pickled() -> None:
@@ -309,37 +335,32 @@ def test_a_script_starts_before_torch_is_imported(tmp_path: Path) -> None:
     assert run_under_shim([str(script)], tmp_path).printed == "False\n"
 
 
-def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import ttprun.rank.bootstrap.patch_table as p\n"
-        "from ttprun.introspect.patching import Patch\n"
-        "p.PATCHES = (*p.PATCHES, Patch('torch', 'not_there', 'capture.effects.script_files:wrap_save', ''))\n"
-        "import torch\nimport torch.distributed\nprint('ran')\n"
-    )
-
-    found = run_under_shim([str(script)], tmp_path)
-
-    assert (found.code, found.printed) == (0, "ran\n")
-    notes = [message.text for message in found.messages if isinstance(message, from_rank.Note)]
-    assert notes == ["not protected on this torch version: torch.not_there"]
+PATCHED = """
+import ttprun.rank.bootstrap.patch_table as p
+from ttprun.introspect.patching import Patch
+p.PATCHES = (*p.PATCHES, Patch({}, ''))
+import torch, torch.distributed
+print(torch.rand(1).shape)
+"""
 
 
-def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import ttprun.rank.bootstrap.patch_table as p\n"
-        "from ttprun.introspect.patching import Patch\n"
-        "p.PATCHES = (*p.PATCHES, Patch('torch', 'rand', 'nothing:wrap', ''))\n"
-        "import torch\nprint(torch.rand(1).shape)\n"
-    )
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ("'torch', 'not_there', 'capture.effects.script_files:wrap_save'", "on this torch version: torch.not_there"),
+        ("'torch', 'rand', 'nothing:wrap'", "ttprun.nothing"),
+    ],
+    ids=["a protection that is off", "hooks that break"],
+)
+def test_what_cannot_be_patched_leaves_the_script_alone_and_is_said_once(tmp_path: Path, patch: str, said: str) -> None:
+    (tmp_path / "script.py").write_text(PATCHED.format(patch))
 
-    found = run_under_shim([str(script)], tmp_path)
+    found = run_under_shim([str(tmp_path / "script.py")], tmp_path)
 
     assert (found.code, found.printed) == (0, "torch.Size([1])\n")
+    notes = [message.text for message in found.messages if isinstance(message, from_rank.Note)]
     reasons = [message.reason.text for message in found.messages if isinstance(message, from_rank.RankUnprotected)]
-    assert len(reasons) == 1
-    assert "ttprun.nothing" in reasons[0]
+    assert [said in text for text in (*notes, *reasons)] == [True]
 
 
 class OfOursError(Exception):
@@ -361,56 +382,18 @@ def breaking_after(original: Any) -> Any:
     return ours
 
 
-ALL_CALLS = CALLS | {"builtins.open": (("/dev/null",), {"mode": "w"}), "io.open": (("/dev/null",), {})}
-
-
-@pytest.mark.parametrize("moment", [breaking_before, breaking_after], ids=["before the original", "behind it"])
+@pytest.mark.parametrize("ours", [breaking_before, breaking_after], ids=["before the original", "behind it"])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_where_ours_breaks_the_original_is_called_once_and_protection_ends(name: str, moment: Any) -> None:
-    calls, is_given, is_returned, reason = run_alone(break_one, name, moment)
+def test_where_ours_breaks_the_original_is_called_once_and_protection_ends(name: str, ours: Any) -> None:
+    found = run_alone(call, name, True, ours)
 
-    assert (calls, is_given, is_returned) == (1, True, True)
-    assert reason.startswith(f"ttprun failed in {name}: OfOursError('broken')")
-
-
-def break_one(name: str, moment: Any) -> tuple[int, bool, bool, str]:
-    """Call a patched function as the script would, ours being broken."""
-    session = make_session(world_size=1)
-    become(session)
-    monkey_module, _, function = BY_NAME[name].ours.partition(":")
-    setattr(importlib.import_module(f"ttprun.{monkey_module}"), function, moment)
-    original = Original(Thing())
-    args, kwargs = ALL_CALLS[name]
-    returned = replacement_for(BY_NAME[name], original)(*args, **kwargs)
-    return (
-        len(original.calls),
-        original.calls[0] == (args, kwargs),
-        returned is original.result,
-        session.unprotected.text,
-    )
+    assert (found.calls, found.is_same, found.is_returned) == (1, True, True)
+    assert found.reason.startswith(f"ttprun failed in {name}: OfOursError('broken')")
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_the_original_raises_is_the_scripts_own_and_passes(name: str) -> None:
-    calls, is_the_same, reason = run_alone(raise_in_original, name)
+    found = run_alone(call, name, True, None, True)
 
-    assert (calls, is_the_same) == (1, True)
-    assert not reason.startswith("ttprun failed")
-
-
-def raise_in_original(name: str) -> tuple[int, bool, str]:
-    """The user's call fails by itself."""
-    session = make_session(world_size=1)
-    become(session)
-    error, calls = ValueError("the user's"), []
-
-    def original(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        raise error
-
-    args, kwargs = CALLS[name]
-    try:
-        replacement_for(BY_NAME[name], original)(*args, **kwargs)
-    except ValueError as raised:
-        return len(calls), raised is error, session.unprotected.text
-    return len(calls), False, session.unprotected.text
+    assert (found.calls, found.raised) == (1, "the user's")
+    assert not found.reason.startswith("ttprun failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,6 +62,16 @@ class Ranks:
             self.verdicts += [(self.at_s, verdict) for verdict in found]
         return said
 
+    def repair(self, seconds: float, **groups: list[int]) -> list[HangVerdict]:
+        """Look at a repair for so long."""
+        said: list[HangVerdict] = []
+        for _ in range(round(seconds / EVERY_S)):
+            self.at_s += EVERY_S
+            for rank in self.ranks:
+                rank.pass_time(self.at_s)
+            said += self.watch.look_at_repair(self.at_s, [rank.observation for rank in self.ranks], **groups)
+        return said
+
     def be(self, rank: int, doing: Doing, **changes: object) -> None:
         """A rank is at something else now."""
         changed = {"doing": doing, "seen_at_s": self.at_s, **changes}
@@ -96,12 +107,68 @@ def hung(verdicts: list[HangVerdict]) -> list[Hung]:
     return [verdict for verdict in verdicts if isinstance(verdict, Hung) and verdict.is_due]
 
 
-def test_ranks_that_train_are_not_judged() -> None:
-    ranks = watched()
+def _stop_for_a_moment(ranks: Ranks) -> None:
+    ranks.be(1, Doing.COMPUTING, is_stopped=True)
+    ranks.pass_time(4.0)
+    ranks.be(1, Doing.COMPUTING, is_stopped=False)
 
-    ranks.train(30)
 
-    assert ranks.verdicts == []
+def _meet_without_one(ranks: Ranks, **of_one: Any) -> None:
+    ranks.wait_for(guilty=1)
+    ranks.be(1, **of_one)
+
+
+def _meet_without_hooks(ranks: Ranks) -> None:
+    ranks.wait_for(guilty=1)
+    ranks.ranks[1] = Rank(Observation(rank=1, pid=999, boundary=0, meetings=0, doing=Doing.STARTING), has_pulse=False)
+
+
+def _use_the_processor(ranks: Ranks, doing: Doing) -> None:
+    for rank in range(3):
+        ranks.be(rank, doing, meetings=1, operation="allreduce")
+        ranks.ranks[rank].cpu_share = 0.3
+
+
+def _connect_without_one(ranks: Ranks) -> None:
+    for rank in (0, 2):
+        ranks.be(rank, Doing.CONNECTING, meetings=1)
+
+
+@pytest.mark.parametrize(
+    ("how", "act", "seconds"),
+    [
+        ({}, lambda ranks: ranks.train(30), 0.0),
+        ({}, _stop_for_a_moment, 4.0),
+        ({"hang_s": 60.0}, lambda ranks: None, 30.0),
+        ({"steps": 0}, lambda ranks: _meet_without_one(ranks, doing=Doing.COMMITTING, meetings=0), 30.0),
+        ({}, lambda ranks: _meet_without_one(ranks, doing=Doing.FINISHED), 30.0),
+        ({}, lambda ranks: _meet_without_one(ranks, doing=Doing.SAVING, is_in_io=True), 30.0),
+        ({}, _meet_without_hooks, 60.0),
+        ({}, lambda ranks: _use_the_processor(ranks, Doing.COLLECTIVE), 60.0),
+        ({}, lambda ranks: _use_the_processor(ranks, Doing.WAITING), 60.0),
+        ({"hang_s": None, "steps": 0}, _connect_without_one, 60.0),
+    ],
+    ids=["they train", "stopped for a moment", "a step slow in all", "before the first step it may not step with the others",
+         "done with its group", "it waits for its disk", "its hooks have said nothing yet", "a collective that computes",
+         "a wait that computes", "a silent rank in set-up"],
+)  # fmt: skip
+def test_nobody_hangs(how: dict[str, Any], act: Callable[[Ranks], Any], seconds: float) -> None:
+    ranks = watched(**how)
+
+    act(ranks)
+    ranks.pass_time(seconds)
+
+    assert hung([verdict for _, verdict in ranks.verdicts]) == []
+    assert how.get("steps") == 0 or not any(isinstance(verdict, Stalled) for _, verdict in ranks.verdicts)
+
+
+def test_in_set_up_a_stopped_rank_has_no_time() -> None:
+    ranks = watched(hang_s=None, steps=0)
+    _connect_without_one(ranks)
+
+    ranks.be(1, Doing.SETUP, is_stopped=True)
+
+    assert {verdict.way for verdict in hung(ranks.pass_time(11.0))} == {Way.STOPPED}
 
 
 def test_a_stopped_process_is_found_within_its_limit_though_nobody_waits_for_it() -> None:
@@ -116,17 +183,6 @@ def test_a_stopped_process_is_found_within_its_limit_though_nobody_waits_for_it(
     assert isinstance(verdict, Hung)
     assert (verdict.observation.rank, verdict.way, verdict.awaited) == (1, Way.STOPPED, None)
     assert 5.0 < found_at_s - stopped_at_s <= 5.5
-
-
-def test_a_process_that_is_stopped_for_a_moment_is_left_alone() -> None:
-    ranks = watched()
-
-    ranks.be(1, Doing.COMPUTING, is_stopped=True)
-    ranks.pass_time(4.0)
-    ranks.be(1, Doing.COMPUTING, is_stopped=False)
-    ranks.pass_time(4.0)
-
-    assert hung([verdict for _, verdict in ranks.verdicts]) == []
 
 
 @pytest.mark.parametrize(("doing", "signs", "way"), ABSENT)
@@ -147,17 +203,44 @@ def test_the_rank_that_does_not_come_is_guilty_and_not_those_that_wait(
     assert "while rank 0 waits in allreduce, number 1 of step 8" in said[0].reason
 
 
-def test_a_rank_that_hangs_between_its_last_collective_and_the_commit_is_guilty() -> None:
-    ranks = watched()
-    for rank in (0, 2):
-        ranks.be(rank, Doing.COMMITTING, meetings=1)
-    ranks.be(1, Doing.COLLECTIVE, meetings=1)
+AT_IT, AT_COMMIT = (Doing.COLLECTIVE, {"meetings": 1}), (Doing.COMMITTING, {"meetings": 1})
+CONNECTS = (Doing.CONNECTING, {"meetings": 1, "operation": "connect"})
+
+
+@pytest.mark.parametrize(
+    ("steps", "doing", "guilty", "reason"),
+    [
+        (8, {0: AT_COMMIT, 1: AT_IT, 2: AT_COMMIT}, {1}, "before its optimizer step 8"),
+        (0, {0: CONNECTS, 2: CONNECTS}, {1}, "waits for its process group to connect"),
+        (8, {0: AT_IT, 3: AT_IT}, {1, 2}, ""),
+        (8, {0: (Doing.COLLECTIVE, {"meetings": 0}), 2: AT_IT}, {1}, ""),  # the first of a group with rank 1 only
+    ],
+    ids=["before the commit", "a group is made", "two ranks", "a group of a part of the ranks"],
+)
+def test_those_for_whom_others_wait_are_guilty_and_no_others(
+    steps: int, doing: dict[int, tuple[Doing, dict[str, Any]]], guilty: set[int], reason: str
+) -> None:
+    ranks = watched(world_size=1 + max(doing), steps=steps)
+    for rank, (at, more) in doing.items():
+        ranks.be(rank, at, **more)
 
     said = hung(ranks.pass_time(6.0))
 
-    assert said[0].observation.rank == 1
-    assert said[0].awaited is not None
-    assert "before its optimizer step 8" in said[0].reason
+    assert {verdict.observation.rank for verdict in said} == guilty
+    assert all(verdict.awaited is not None and reason in verdict.reason for verdict in said)
+
+
+@pytest.mark.parametrize("doing", [Doing.COLLECTIVE, Doing.WAITING])
+def test_if_all_stand_in_the_same_collective_no_rank_is_guilty_but_the_connection(doing: Doing) -> None:
+    ranks = watched()
+    for rank in range(3):
+        ranks.be(rank, doing, meetings=1, operation="allreduce")
+        ranks.ranks[rank].runs_bytecode = doing is Doing.WAITING  # it answers heartbeats, and does not work
+
+    said = ranks.pass_time(6.5)
+
+    assert isinstance(said[0], Stalled)
+    assert said[0].reason.startswith("all ranks are in allreduce, number 1 of step 8, and none has made progress for")
 
 
 def test_a_rank_that_has_left_out_a_collective_is_guilty_though_it_waits_too() -> None:
@@ -171,16 +254,6 @@ def test_a_rank_that_has_left_out_a_collective_is_guilty_though_it_waits_too() -
     assert said[0].observation.rank == 1
     assert said[0].way is Way.ASTRAY
     assert said[0].reason.endswith("waits in allreduce, number 1 of step 8, which it has skipped")
-
-
-def test_before_the_first_step_one_that_leaves_out_a_collective_may_be_one_that_does_not_step_with_the_others() -> None:
-    ranks = watched(steps=0)
-    ranks.wait_for(guilty=1)
-    ranks.be(1, Doing.COMMITTING, meetings=0)
-
-    ranks.pass_time(30.0)
-
-    assert ranks.verdicts == []
 
 
 @pytest.mark.parametrize("signs", [{"runs_bytecode": True}, {"cpu_share": 0.5}], ids=["bytecode", "processor"])
@@ -237,11 +310,7 @@ def test_a_rank_is_waited_for_longer_than_any_step_of_the_run_has_taken_whoever_
     assert ranks.watch.limits.own_limit_s(in_script) == pytest.approx(400.0, abs=2.0)
 
     ranks.be(1, Doing.COMPUTING)
-    for _ in range(1000):
-        ranks.at_s += EVERY_S
-        for rank in ranks.ranks:
-            rank.pass_time(ranks.at_s)
-        ranks.watch.look_at_repair(ranks.at_s, [rank.observation for rank in ranks.ranks], stepping=[1])
+    ranks.repair(250.0, stepping=[1])
     ranks.watch.begin_anew(ranks.at_s)
 
     assert ranks.watch.limits.own_limit_s(in_script) == pytest.approx(500.0, abs=2.0)
@@ -256,56 +325,6 @@ def test_a_rank_is_not_guilty_for_longer_than_somebody_has_waited_for_it() -> No
     assert hung(ranks.pass_time(1.0))
 
 
-def test_two_ranks_that_hang_are_both_named() -> None:
-    ranks = watched(world_size=4)
-    ranks.be(0, Doing.COLLECTIVE, meetings=1)
-    ranks.be(3, Doing.COLLECTIVE, meetings=1)
-
-    said = hung(ranks.pass_time(5.5))
-
-    assert {verdict.observation.rank for verdict in said} == {1, 2}
-
-
-def test_in_a_group_of_a_part_of_the_ranks_the_one_that_waits_is_not_guilty() -> None:
-    ranks = watched()
-    ranks.be(0, Doing.COLLECTIVE, meetings=0)  # of a group with rank 1 only
-    ranks.be(2, Doing.COLLECTIVE, meetings=1)
-
-    said = hung(ranks.pass_time(5.5))
-
-    assert {verdict.observation.rank for verdict in said} == {1}
-
-
-def test_a_rank_that_is_done_with_its_group_is_not_guilty_of_those_that_are_not() -> None:
-    ranks = watched()
-    ranks.be(1, Doing.FINISHED)
-    ranks.be(0, Doing.COLLECTIVE, meetings=1)
-    ranks.be(2, Doing.COLLECTIVE, meetings=1)
-
-    assert hung(ranks.pass_time(30.0)) == []
-
-
-def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_guilty() -> None:
-    ranks = watched(steps=0)
-    for rank in (0, 2):
-        ranks.be(rank, Doing.CONNECTING, meetings=1, operation="connect")
-
-    said = hung(ranks.pass_time(6.0))
-
-    assert said[0].observation.rank == 1
-    assert "waits for its process group to connect" in said[0].reason
-
-
-def test_if_all_stand_in_the_same_collective_no_rank_is_guilty_but_the_connection() -> None:
-    ranks = watched()
-    ranks.wait_for(guilty=-1)
-
-    said = ranks.pass_time(6.5)
-
-    assert isinstance(said[0], Stalled)
-    assert said[0].reason.startswith("all ranks are in allreduce, number 1 of step 8, and none has made progress for")
-
-
 def test_if_ranks_stand_in_different_collectives_each_is_named_with_its_own_and_its_line() -> None:
     ranks = watched()
     ranks.wait_for(guilty=1)
@@ -316,28 +335,6 @@ def test_if_ranks_stand_in_different_collectives_each_is_named_with_its_own_and_
     assert stalled.described({0: "train.py:55", 1: "train.py:61"}).startswith(
         "rank 1 is in barrier (train.py:61), rank 0 in allreduce (train.py:55), after step 8: they have waited for"
     )
-
-
-def test_a_main_thread_that_waits_for_a_collective_answers_heartbeats_and_does_not_work() -> None:
-    ranks = watched()
-    for rank in range(3):
-        ranks.be(rank, Doing.WAITING, meetings=1, operation="allreduce")
-        ranks.ranks[rank].runs_bytecode = True
-
-    said = ranks.pass_time(6.5)
-
-    assert isinstance(said[0], Stalled)
-    assert said[0].reason.startswith("all ranks are in allreduce, number 1 of step 8, and none has made progress for")
-
-
-@pytest.mark.parametrize("doing", [Doing.COLLECTIVE, Doing.WAITING])
-def test_a_collective_that_uses_the_processor_is_no_stall(doing: Doing) -> None:
-    ranks = watched()
-    for rank in range(3):
-        ranks.be(rank, doing, meetings=1, operation="allreduce")
-        ranks.ranks[rank].cpu_share = 0.3
-
-    assert ranks.pass_time(60.0) == []
 
 
 def test_a_straggler_is_reported_once_an_episode_and_is_no_hang() -> None:
@@ -358,12 +355,6 @@ def test_a_straggler_is_reported_once_an_episode_and_is_no_hang() -> None:
     assert len(second) == 1
 
 
-def test_a_step_that_is_slow_in_all_ranks_has_no_straggler() -> None:
-    ranks = watched(hang_s=60.0)
-
-    assert ranks.pass_time(30.0) == []
-
-
 def test_learnt_limits_follow_the_slowest_step_and_are_never_under_ten_seconds() -> None:
     quick, slow = watched(hang_s=None), watched(hang_s=None)
     slow.train(1, step_s=6.0)
@@ -379,16 +370,6 @@ def test_learnt_limits_follow_the_slowest_step_and_are_never_under_ten_seconds()
     assert quick.watch.limits.hang_limit_s(in_setup) == 600.0
     assert quick.watch.limits.busy_limit_s == 600.0
     assert quick.watch.limits.stall_limit_s(8) == 30.0
-
-
-def test_in_set_up_a_silent_rank_has_time_but_a_stopped_one_has_not() -> None:
-    ranks = watched(hang_s=None, steps=0)
-    for rank in (0, 2):
-        ranks.be(rank, Doing.CONNECTING, meetings=1)
-
-    assert hung(ranks.pass_time(60.0)) == []
-    ranks.be(1, Doing.SETUP, is_stopped=True)
-    assert {verdict.way for verdict in hung(ranks.pass_time(11.0))} == {Way.STOPPED}
 
 
 def test_time_in_which_the_agent_itself_was_held_up_does_not_count() -> None:
@@ -427,47 +408,18 @@ def test_in_a_recovery_only_processes_that_are_as_good_as_dead_are_found() -> No
     assert {(verdict.observation.rank, verdict.way) for verdict in said} == {(2, Way.HELD), (3, Way.STOPPED)}
 
 
-def test_a_process_whose_hooks_have_said_nothing_yet_is_not_judged() -> None:
+@pytest.mark.parametrize(
+    ("doing", "groups"),
+    [(Doing.REPLAYING, {"replaying": [1]}), (Doing.COMPUTING, {"stepping": [0, 1]})],
+    ids=["in its replay", "in the step it takes over"],
+)
+def test_a_replacement_that_is_stuck_is_found_and_those_that_wait_for_it_are_not(
+    doing: Doing, groups: dict[str, list[int]]
+) -> None:
     ranks = watched()
     ranks.wait_for(guilty=1)
-    ranks.ranks[1] = Rank(Observation(rank=1, pid=999, boundary=0, meetings=0, doing=Doing.STARTING), has_pulse=False)
+    ranks.be(1, doing)
 
-    assert ranks.pass_time(60.0) == []
-
-
-def test_a_rank_that_waits_for_its_disk_works() -> None:
-    ranks = watched()
-    ranks.wait_for(guilty=1)
-    ranks.be(1, Doing.SAVING, is_in_io=True)
-
-    assert hung(ranks.pass_time(30.0)) == []
-
-
-def test_a_replacement_that_is_stuck_in_its_replay_is_found_and_those_that_wait_for_it_are_not() -> None:
-    ranks = watched()
-    ranks.wait_for(guilty=1)
-    ranks.be(1, Doing.REPLAYING)
-
-    said: list[HangVerdict] = []
-    for _ in range(24):
-        ranks.at_s += EVERY_S
-        for rank in ranks.ranks:
-            rank.pass_time(ranks.at_s)
-        said += ranks.watch.look_at_repair(ranks.at_s, [rank.observation for rank in ranks.ranks], replaying=[1])
-
-    assert {verdict.observation.rank for verdict in hung(said)} == {1}
-
-
-def test_a_replacement_that_hangs_in_the_step_it_takes_over_is_found_by_the_clock_of_any_other_step() -> None:
-    ranks = watched()
-    ranks.be(1, Doing.COMPUTING)
-    ranks.be(0, Doing.COLLECTIVE)
-
-    said: list[HangVerdict] = []
-    for _ in range(24):
-        ranks.at_s += EVERY_S
-        for rank in ranks.ranks:
-            rank.pass_time(ranks.at_s)
-        said += ranks.watch.look_at_repair(ranks.at_s, [rank.observation for rank in ranks.ranks], stepping=[0, 1])
+    said = ranks.repair(6.0, **groups)
 
     assert {verdict.observation.rank for verdict in hung(said)} == {1}

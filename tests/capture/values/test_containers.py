@@ -63,14 +63,6 @@ def test_things_that_cannot_be_recorded_stay_where_they_are_in_a_list() -> None:
     assert here["hooks"] == [callback, 2]
 
 
-def test_a_set_of_things_that_cannot_be_recorded_does_not_hinder_the_recovery_if_both_hold_as_many() -> None:
-    here = {"skipped": {print, len}, "step": 0}
-
-    carry({"skipped": {print, len}, "step": 1}, here)
-
-    assert here == {"skipped": {print, len}, "step": 1}
-
-
 def test_a_long_list_of_another_length_is_a_mismatch_if_a_step_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Clock, "records", 2)
 
@@ -191,12 +183,6 @@ def test_a_list_of_which_not_all_items_are_here_stays_as_the_replay_has_made_it(
 
     assert here["cache"] == before
     assert restore.doubts
-
-
-def test_such_a_set_hinders_nothing_where_two_variables_hold_it() -> None:
-    mine, theirs = collected(), collected()
-
-    assert carry({"functions": theirs, "of": {"package": theirs}}, {"functions": mine, "of": {"package": mine}}) == []
 
 
 def test_what_cannot_be_recorded_is_named_in_each_variable_that_holds_it() -> None:

@@ -42,17 +42,6 @@ def parameters_of(net: torch.nn.Module) -> set[int]:
     return {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
 
 
-def test_buffers_of_a_module_come_back_and_its_weights_are_left_to_the_repair() -> None:
-    lost, live = trained(5), trained(1)
-    weights = live.inner.weight.detach().clone()
-
-    carry({"model": lost}, {"model": live}, stepped=parameters_of(lost))
-
-    assert all(torch.equal(a, b) for a, b in zip(live.buffers(), lost.buffers(), strict=True))
-    assert torch.equal(live.inner.weight, weights)
-    assert (live.calls, list(live.recent)) == (5, [3, 4, 5])
-
-
 class Around(torch.nn.Module):
     """Holds a part that torch.jit has compiled."""
 
@@ -103,18 +92,6 @@ def test_a_module_with_a_buffer_of_another_shape_is_refused_with_its_name() -> N
 
     with pytest.raises(CannotRestoreError, match=r"model\.norm\.running_mean of shape \[3\] is not in the replacement"):
         carry({"model": lost}, {"model": Net(4)}, stepped=parameters_of(lost))
-
-
-def test_the_attributes_of_a_library_module_that_change_each_step_come_back_each_time() -> None:
-    lost = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(2, 2))
-    live = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(2, 2))
-    for step in range(4):
-        values.begin_boundary()
-        lost[0].p = 0.1 * step
-        lost.train(step % 2 == 0)
-        carry({"model": lost}, {"model": live}, stepped=parameters_of(lost))
-
-        assert (live[0].p, live.training, live[1].training) == (lost[0].p, lost.training, lost.training)
 
 
 def test_what_a_script_keeps_on_a_module_of_its_own_comes_back_though_its_weight_is_parametrized() -> None:

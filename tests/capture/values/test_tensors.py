@@ -249,26 +249,6 @@ def test_a_checkpoint_of_the_weights_that_is_left_in_a_variable_is_made_of_the_r
     assert here["checkpoint"]["model"]["inner.weight"].unique().tolist() == [3.0]
 
 
-def test_a_large_tensor_that_the_script_changes_is_carried() -> None:
-    lost, here = {"bank": big(0.0)}, {"bank": big(0.0)}
-    record(lost)
-    lost["bank"][100:200] = 7.0
-
-    assert carry(lost, here) == []
-
-    assert torch.equal(here["bank"], lost["bank"])
-
-
-def test_a_large_tensor_that_is_changed_behind_its_version_counter_is_carried_too() -> None:
-    lost, here = {"ema": big(1.0)}, {"ema": big(1.0)}
-    record(lost)
-    lost["ema"].data.mul_(0.5)
-
-    carry(lost, here)
-
-    assert torch.equal(here["ema"], lost["ema"])
-
-
 def test_a_tensor_that_was_recorded_can_still_be_resized() -> None:
     tensor = torch.zeros(4)
 
