@@ -103,11 +103,6 @@ def line_of(run: RunDirectory, **request: Any) -> bytes:
     )
 
 
-def test_a_request_with_the_token_is_answered(run: RunDirectory, ask: Ask, asked: list[Any]) -> None:
-    assert ask(line_of(run)) == Accepted("done")
-    assert [request.fault for request in asked] == ["kill:rank=0"]
-
-
 @pytest.mark.parametrize("token", ["", "wrong", None, 5, "é"])
 def test_a_request_without_the_right_token_does_nothing(
     run: RunDirectory, ask: Ask, asked: list[Any], token: Any
@@ -194,16 +189,8 @@ def test_a_socket_that_is_closed_leaves_nothing(run: RunDirectory) -> None:
 
 def requests_of(job: recovery.Job, **differing: Any) -> Requests:
     config = SimpleNamespace(mindio=False)
-    node: Any = SimpleNamespace(
-        **{
-            "job": job,
-            "verdict": None,
-            "is_broken": False,
-            "config": config,
-            "peers": Peers(),
-        }
-        | differing
-    )
+    known = {"job": job, "verdict": None, "is_broken": False, "config": config, "peers": Peers()}
+    node: Any = SimpleNamespace(**known | differing)
     nobody: Any = None
     return Requests(node, nobody, nobody)
 

@@ -152,15 +152,6 @@ def test_the_heartbeat_reports_what_the_main_thread_is_at(
     assert process.comes_to(signs)
 
 
-def test_a_stopped_process_shows_no_sign_and_proc_says_why(start: Callable[[str], Process]) -> None:
-    process = start(RUN)
-
-    process.stop()
-
-    assert process.comes_to((False, False))
-    assert state_of(process.process.pid)[0] == "T"
-
-
 @pytest.mark.parametrize("what", [RUN, SLEEP, HOLD_GIL], ids=["runs bytecode", "waits in C", "holds the GIL"])
 def test_a_rank_writes_its_stack_whatever_its_main_thread_is_at(start: Callable[[str], Process], what: str) -> None:
     process = start(what)

@@ -197,6 +197,7 @@ def test_a_job_that_was_queued_again_three_times_without_a_newer_checkpoint_is_n
     code, why = _start(tmp_path, 3).judge() or (-1, "")
 
     assert code == DO_NOT_RESTART
+    assert _start(tmp_path, 0).judge() is None  # who starts it by hand is not refused
     assert why.startswith("job 77 was started 3 times, and the checkpoint is still step-00000008: ")
     assert json.loads(path_of(tmp_path, "77").read_text())["restart"] is False
 
@@ -221,14 +222,6 @@ def test_starts_that_have_not_even_come_to_their_ranks_count_too(tmp_path: Path)
 def test_steps_of_a_script_with_checkpoints_of_its_own_are_progress(tmp_path: Path) -> None:
     for number in range(6):
         _ends_in_vain(tmp_path, number, step=100)
-
-
-def test_who_starts_the_job_by_hand_is_not_refused(tmp_path: Path) -> None:
-    _checkpoint(tmp_path, 8)
-    for number in range(3):
-        _ends_in_vain(tmp_path, number, step=9)
-
-    assert _start(tmp_path, 0).judge() is None
 
 
 def test_a_file_that_is_no_outcome_is_as_if_it_were_not_there(tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ def test_only_a_state_that_is_whole_can_be_written_into_a_checkpoint(kept: Kept)
 
     assert before == copies.paths_for(1)[0]
     assert after == copies.state_of(0, 6) == copies.state_of(1, 6) == ""
+    assert copies.serve(0) == Where()  # after a way back what is kept is void
 
 
 def test_what_finds_no_room_is_refused_by_its_size_and_can_still_be_fetched(kept: Kept) -> None:
@@ -275,14 +276,5 @@ def test_a_node_that_cannot_listen_serves_nothing_and_goes_on(kept: Kept) -> Non
     copies, _, _ = kept
     fill(kept, 1, STEP, b"all")
     copies._node.peers.address = "203.0.113.1"  # of no interface
-
-    assert copies.serve(0) == Where()
-
-
-def test_after_a_way_back_what_is_kept_is_void(kept: Kept) -> None:
-    copies, _, _ = kept
-    fill(kept, 1, STEP, b"all")
-
-    copies.forget(1)
 
     assert copies.serve(0) == Where()

@@ -60,14 +60,6 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(monkeypatch)
 
 
-def test_ranks_that_never_come_to_an_open_boundary_are_stopped_at_once(job: Job) -> None:
-    job.stand(applied=41, open_at=0)
-
-    job.ask("end")
-
-    assert job.given == ["end"]
-
-
 @pytest.mark.parametrize(("applied", "open_at"), [(41, 41), (40, 41)], ids=["at it", "on the way to it"])
 def test_at_an_open_boundary_the_ranks_train_on_to_the_next(job: Job, applied: int, open_at: int) -> None:
     job.stand(applied, open_at)
@@ -133,17 +125,12 @@ def test_the_end_does_not_wait_for_a_repair_and_a_checkpoint_that_was_asked_for_
     assert job.given == ["end", "checkpoint"]
 
 
-def test_a_job_that_cannot_be_saved_ends_at_once(job: Job) -> None:
-    job.may_persist = False
-    job.stand(applied=41, open_at=41)
-
-    job.ask("end")
-
-    assert job.given == ["end"]
-
-
-def test_a_job_without_ranks_ends_at_once(job: Job) -> None:
-    job.node.slots = []
+@pytest.mark.parametrize("lacks", ["a way to save its state", "ranks", "open boundaries"])
+def test_a_job_that_has_nothing_to_wait_for_ends_at_once(job: Job, lacks: str) -> None:
+    job.may_persist = lacks != "a way to save its state"
+    job.stand(applied=41, open_at=0 if lacks == "open boundaries" else 41)
+    if lacks == "ranks":
+        job.node.slots = []
 
     job.ask("end")
 

@@ -107,36 +107,24 @@ def test_the_leader_learns_who_does_not_share_its_save_directory(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whoever_does_not_know_the_token_is_hung_up_on_and_disturbs_nobody(meet_all: Meet) -> None:
-    store = Store()
-    stranger: Future[bytes] = Future()
-
-    def knock() -> None:
-        store.wait(["ttprun/leader"], timedelta(seconds=LIMIT_S))
-        where = json.loads(store.get("ttprun/leader"))
-        with socket.create_connection((where["address"], where["port"]), LIMIT_S) as sock:
-            sock.sendall(b'{"op": "Hello", "token": "guessed", "node": 1, "address": "", "alike": {}}\n')
-            stranger.set_result(sock.recv(100))
-        meet_all(store, place(1))
-
-    knocking = threading.Thread(target=knock, daemon=True)
-    knocking.start()
-    (leader,) = meet_all(store, place(0))
-    knocking.join(LIMIT_S)
-
-    assert stranger.result(LIMIT_S) == b""
-    assert isinstance(leader, Peers)
+GUESS = b'{"op": "Hello", "token": "guessed", "node": 1, "address": "", "alike": {}}\n'
 
 
-def test_strangers_who_say_nothing_hold_up_nobody(meet_all: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("says", [GUESS, b""], ids=["one that does not know the token", "those who say nothing"])
+def test_strangers_are_hung_up_on_and_hold_up_nobody(
+    meet_all: Meet, monkeypatch: pytest.MonkeyPatch, says: bytes
+) -> None:
     monkeypatch.setattr(rendezvous, "LIMIT_S", 100 * LIMIT_S)  # a wait for one would not end in this test's time
     store = Store()
     strangers: list[socket.socket] = []
+    answered: Future[bytes] = Future()
 
     def knock() -> None:
         store.wait(["ttprun/leader"], timedelta(seconds=LIMIT_S))
         where = json.loads(store.get("ttprun/leader"))
         strangers.extend(socket.create_connection((where["address"], where["port"]), LIMIT_S) for _ in range(5))
+        strangers[0].sendall(says)
+        answered.set_result(strangers[0].recv(100) if says else b"")
         meet_all(store, place(1))
 
     knocking = threading.Thread(target=knock, daemon=True)
@@ -144,6 +132,7 @@ def test_strangers_who_say_nothing_hold_up_nobody(meet_all: Meet, monkeypatch: p
     (leader,) = meet_all(store, place(0))
     knocking.join(LIMIT_S)
 
+    assert answered.result(LIMIT_S) == b""
     assert isinstance(leader, Peers)
     for sock in strangers:
         sock.close()

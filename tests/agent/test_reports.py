@@ -261,19 +261,6 @@ def join_another_node(node: FakeNode, reports: Reports) -> tuple[socket.socket, 
     return ours, theirs
 
 
-def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, reports: Reports) -> None:
-    ours, theirs = join_another_node(node, reports)
-    put = from_rank.Put(0, "port 1", b"4711")
-
-    reports.take(node.slots[1], put)
-    reports.pass_on()
-
-    with theirs, ours:
-        (sent,) = Channel(theirs, {"Broadcast": node_messages.Broadcast}).read_available()
-    assert [handler.reported for handler in node.handlers] == [[put], [], [put]]
-    assert sent == node_messages.Broadcast([(1, put)])
-
-
 def test_what_several_ranks_report_to_all_at_once_crosses_to_another_node_in_one_message(
     node: FakeNode, reports: Reports
 ) -> None:
@@ -286,6 +273,7 @@ def test_what_several_ranks_report_to_all_at_once_crosses_to_another_node_in_one
 
     with theirs, ours:
         (sent,) = Channel(theirs, {"Broadcast": node_messages.Broadcast}).read_available()
+    assert [handler.reported for handler in node.handlers] == [[puts[1][1]], [puts[0][1]], [put for _, put in puts]]
     assert sent == node_messages.Broadcast(puts)
 
 
@@ -488,29 +476,22 @@ CAUSE = Failure(1, 101, 1, "ValueError: loss is negative", "Traceback: ...")
 COLLATERAL = Failure(0, 100, 1, "RuntimeError: allreduce: Connection closed by peer [127.0.0.1]:4711")
 
 
-def test_the_first_failure_is_the_cause_of_the_others() -> None:
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [(CAUSE, True), (Failure(2, 102, -9), False)],
+        [(COLLATERAL, True), (CAUSE, False)],
+        [(Failure(0, 100, -9), True), (CAUSE, True)],
+    ],
+    ids=["it comes first", "a broken connection is seen before it", "another one was repaired"],
+)
+def test_the_first_failure_that_is_not_collateral_is_the_cause_of_the_others(
+    failures: list[tuple[Failure, bool]],
+) -> None:
     first = FirstFailure()
 
-    first.note(CAUSE, is_new_incident=True)
-    first.note(Failure(2, 102, -9), is_new_incident=False)
-
-    assert first.found is CAUSE
-
-
-def test_a_broken_connection_that_is_seen_first_is_collateral() -> None:
-    first = FirstFailure()
-
-    first.note(COLLATERAL, is_new_incident=True)
-    first.note(CAUSE, is_new_incident=False)
-
-    assert first.found is CAUSE
-
-
-def test_a_failure_that_was_repaired_is_no_cause_of_a_later_one() -> None:
-    first = FirstFailure()
-
-    first.note(Failure(0, 100, -9), is_new_incident=True)
-    first.note(CAUSE, is_new_incident=True)
+    for failure, is_new_incident in failures:
+        first.note(failure, is_new_incident)
 
     assert first.found is CAUSE
 

@@ -184,14 +184,17 @@ def test_with_an_interval_of_time_it_is_asked_for_when_that_has_passed_since_the
     assert one.look() == 2
 
 
-def test_by_itself_it_is_asked_for_after_a_quarter_of_an_hour(job: Callable[[str], Job]) -> None:
-    one = job("auto")
+@pytest.mark.parametrize(("every", "after_s"), [("auto", 15 * 60), ("90s", 90), ("never", 1e9)])
+def test_the_first_one_is_asked_for_after_its_interval_by_itself_a_quarter_of_an_hour(
+    job: Callable[[str], Job], every: str, after_s: float
+) -> None:
+    one = job(every)
 
-    one.now_s += 15 * 60 - 1
+    one.now_s += after_s - 1
     assert one.look() == 0
     one.now_s += 1
 
-    assert one.look() == 1
+    assert one.look() == (every != "never")
 
 
 def test_where_it_is_the_only_source_it_is_taken_as_often_as_costs_one_hundredth_and_seldom_goes_to_disk(
@@ -213,14 +216,6 @@ def test_where_it_is_the_only_source_it_is_taken_as_often_as_costs_one_hundredth
     assert one.snapshots.newest is not None
     assert one.snapshots.newest.boundary == 9
     assert one.checkpoints.written == [7]
-
-
-def test_never_is_never(job: Callable[[str], Job]) -> None:
-    one = job("never")
-
-    one.now_s += 1e9
-
-    assert one.look() == 0
 
 
 @pytest.mark.parametrize(

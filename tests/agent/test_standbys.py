@@ -246,20 +246,6 @@ def test_a_standby_that_ends_while_it_imports_more_is_followed_by_one_that_does_
     standbys.end()
 
 
-def test_a_standby_that_has_died_is_never_taken(tmp_path: Path) -> None:
-    watched: list[Standby] = []
-    standbys = Standbys(1, str(tmp_path))
-    standbys.refill(watched.append, {})
-    wait_until_ready(watched[0])
-    watched[0].process.kill()
-    watched[0].process.wait()
-
-    assert standbys.take() is None
-    assert standbys.ready == 0
-    standbys.end()
-    watched[0].channel.close()
-
-
 class NotGoneYet:
     """A process that has closed its line and is not gone: it waits for a disk, or the machine is busy."""
 

@@ -204,25 +204,16 @@ def test_what_cannot_be_restored_is_said_once_on_the_console_and_is_named_with_e
     run.release()
 
 
-def test_the_rank_that_is_seen_at_work_most_often_has_the_highest_share() -> None:
+def test_the_rank_that_is_seen_at_work_most_often_has_the_highest_share_once_it_was_seen_often_enough() -> None:
     shares = BusyShares()
 
     for look in range(LEAST_LOOKS):
+        assert shares.share(0) is None
         shares.note(0, Phase.COMPUTING)
         shares.note(1, Phase.COMPUTING if look % 2 else Phase.COMMITTING)
         shares.note(2, Phase.WAITING)
 
-    assert [shares.share(rank) for rank in range(3)] == [1.0, 0.5, 0.0]
-
-
-def test_nothing_is_said_of_a_rank_before_it_was_seen_often_enough() -> None:
-    shares = BusyShares()
-
-    for _ in range(LEAST_LOOKS - 1):
-        shares.note(0, Phase.COMPUTING)
-
-    assert shares.share(0) is None
-    assert shares.share(1) is None
+    assert [shares.share(rank) for rank in range(4)] == [1.0, 0.5, 0.0, None]
 
 
 def test_a_rank_that_becomes_slow_is_seen_though_it_was_quick_for_long() -> None:

@@ -68,15 +68,22 @@ def test_an_agent_leads_if_the_process_of_the_one_that_led_has_ended(follower: F
     assert follower.wait() == ["leader"]
 
 
+@pytest.mark.parametrize(
+    ("dying_s", "after_s", "became"),
+    [(None, 0.1, "leader"), (0.1, 0.4, "node 1 (127.0.0.1) reaches 1 of 2 agents: the others may go on without it")],
+    ids=["a little later", "long after: it has gone on without this node"],
+)
 def test_an_agent_leads_if_the_process_of_the_one_that_led_closes_its_listener_a_little_later(
-    follower: Follower,
+    follower: Follower, monkeypatch: pytest.MonkeyPatch, dying_s: float | None, after_s: float, became: str
 ) -> None:
-    follower.succession.begin(0, "its agent has closed the connection")
-    before = list(follower.wait(0.1))
+    if dying_s is not None:
+        monkeypatch.setattr(succession, "_DYING_S", dying_s)
+    follower.succession.begin(0, "[Errno 104] Connection reset by peer")
+    before = list(follower.wait(after_s))
     follower.leads_at.close()
 
     assert before == []
-    assert follower.wait() == ["leader"]
+    assert follower.wait() == [became]
 
 
 def test_whoever_was_cut_off_from_the_leader_does_not_lead_though_that_has_ended_by_now(follower: Follower) -> None:
@@ -85,18 +92,6 @@ def test_whoever_was_cut_off_from_the_leader_does_not_lead_though_that_has_ended
 
     follower.succession.begin(0, "[Errno 110] Connection timed out")
 
-    assert follower.wait() == ["node 1 (127.0.0.1) reaches 1 of 2 agents: the others may go on without it"]
-
-
-def test_a_leader_that_hangs_up_and_ends_later_has_gone_on_without_this_node(
-    follower: Follower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(succession, "_DYING_S", 0.1)
-    follower.succession.begin(0, "[Errno 104] Connection reset by peer")
-    before = list(follower.wait(0.4))
-    follower.leads_at.close()
-
-    assert before == []
     assert follower.wait() == ["node 1 (127.0.0.1) reaches 1 of 2 agents: the others may go on without it"]
 
 

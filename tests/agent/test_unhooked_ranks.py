@@ -133,34 +133,21 @@ def test_a_python_whose_path_leaves_the_hooks_out_or_that_has_connected_without_
     assert "has not loaded ttprun's hooks" in reason
 
 
-def test_a_silent_python_may_still_be_importing_torch_however_long_it_takes_and_whoever_is_lost(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("how", "differing"),
+    [
+        ({}, {}),  # a .pth file may import torch before the hooks are there
+        ({"path": "/elsewhere", "way": "connected"}, {"handler": object.__new__(StandbyHandler)}),
+        ({"way": "connected"}, {"had_torch": True}),
+    ],
+    ids=["it may still import torch", "ttprun has forked it itself", "in the place of one that was heard"],
+)
+def test_a_silent_process_is_no_suspect(
+    start: Start, monkeypatch: pytest.MonkeyPatch, how: dict[str, str], differing: dict[str, Any]
 ) -> None:
-    """A .pth file may import torch before the hooks are there."""
-    found, node = look(start(), monkeypatch)
-
-    found.settle()
-
-    assert node.reported == []
-
-
-def test_a_silent_process_that_ttprun_has_forked_itself_is_no_suspect(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = start(path="/elsewhere", way="connected")
-    started.slot.handler = object.__new__(StandbyHandler)
-
-    found, node = look(started, monkeypatch)
-    found.settle()
-
-    assert node.reported == []
-
-
-def test_a_silent_process_in_the_place_of_one_that_was_heard_is_no_suspect(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = start(way="connected")
-    started.slot.had_torch = True
+    started = start(**how)
+    for name, value in differing.items():
+        setattr(started.slot, name, value)
 
     found, node = look(started, monkeypatch)
     found.settle()

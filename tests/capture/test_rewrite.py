@@ -6,9 +6,6 @@ import builtins
 import contextlib
 import io
 import linecache
-import os
-import subprocess
-import sys
 import traceback
 import types
 from collections.abc import Iterator
@@ -255,61 +252,25 @@ def facts_of(result: Outcome) -> list[str]:
     return result.printed.splitlines()
 
 
-def test_a_script_sees_the_world_that_python_shows_it(folder: Path) -> None:
-    words = [str(folder / "show.py"), "--lr", "0.1"]
+@pytest.mark.parametrize(
+    "words",
+    [["user/show.py", "--lr", "0.1"], ["{here}/user/show.py"], ["user/../user/./show.py"], ["elsewhere/link.py"],
+     ["-m", "user.pkg.train", "-x"]],
+    ids=["a relative path", "a full path", "a path with dots", "behind a link", "a module"],
+)  # fmt: skip
+def test_a_script_sees_the_world_that_python_shows_it_and_is_followed(folder: Path, words: list[str]) -> None:
+    for place in ("elsewhere", "user/pkg"):
+        (folder.parent / place).mkdir()
+    (folder.parent / "elsewhere" / "link.py").symlink_to(folder / "show.py")
+    source = SHOW.replace('"spec": repr(__spec__)', '"spec": __spec__.name').replace(
+        "import sibling", "from user import sibling"
+    )
+    (folder / "pkg" / "train.py").write_text(source)
+    words = [word.format(here=folder.parent) for word in words]
 
     ours = facts_of(run_under_shim(words, folder.parent))
 
-    assert ours[0] == facts_of(run_plain(words, folder.parent))[0]
-    assert ours[1] == FOLLOWED
-
-
-def test_a_script_is_in_no_package(folder: Path) -> None:
-    """`if __package__ is None` is how scripts ask whether they run as a module of a package (PEP 366)."""
-    (folder / "asks.py").write_text("print(__package__)\n")
-
-    assert facts_of(run_under_shim([str(folder / "asks.py")], folder)) == ["None"]
-
-
-def test_a_script_given_by_a_relative_path_is_followed_too(folder: Path) -> None:
-    ours = facts_of(run_under_shim(["show.py"], folder))
-
-    assert ours[0] == facts_of(run_plain(["show.py"], folder))[0]
-    assert ours[1] == FOLLOWED
-
-
-def test_a_script_given_by_a_path_with_dots_is_followed_too(folder: Path) -> None:
-    words = [f"../{folder.name}/./show.py"]
-
-    ours = facts_of(run_under_shim(words, folder))
-
-    assert ours[0] == facts_of(run_plain(words, folder))[0]
-    assert ours[1] == FOLLOWED
-
-
-def test_a_script_behind_a_link_finds_the_modules_beside_it(folder: Path) -> None:
-    elsewhere = folder.parent / "elsewhere"
-    elsewhere.mkdir()
-    link = elsewhere / "link.py"
-    link.symlink_to(folder / "show.py")
-
-    ours = facts_of(run_under_shim([str(link)], elsewhere))
-
-    assert ours[0] == facts_of(run_plain([str(link)], elsewhere))[0]
-    assert ours[1] == FOLLOWED
-
-
-def test_a_module_run_with_m_sees_the_world_that_python_shows_it(folder: Path) -> None:
-    package = folder / "pkg"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    source = SHOW.replace('"spec": repr(__spec__)', '"spec": __spec__.name')
-    (package / "train.py").write_text(source)
-
-    ours = facts_of(run_under_shim(["-m", "pkg.train", "-x"], folder))
-
-    assert ours[0] == facts_of(run_plain(["-m", "pkg.train", "-x"], folder))[0]
-    assert ours[1] == FOLLOWED
+    assert ours == [facts_of(run_plain(words, folder.parent))[0], FOLLOWED]
 
 
 def test_a_folder_or_zip_file_with_a_main_runs(folder: Path) -> None:
@@ -371,75 +332,43 @@ def test_a_script_can_start_processes_in_every_way(folder: Path) -> None:
     assert printed == ["spawn 6 0 [] __mp_main__", "fork 6 0 [] __main__", "forkserver 6 0 [] __mp_main__"]
 
 
-def test_a_compiled_model_with_a_loop_in_its_forward_stays_one_graph(folder: Path) -> None:
-    (folder / "torch_compile.py").write_text(
-        "import torch\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n"
-        "        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))\n"
-        "    def forward(self, x):\n        for layer in self.layers:\n            x = layer(x)\n        return x\n"
-        "print(torch.compile(Net(), backend='eager', fullgraph=True)(torch.ones(1, 4)).shape)\n"
-    )
-
-    assert facts_of(run_under_shim([str(folder / "torch_compile.py")], folder)) == ["torch.Size([1, 4])"]
-
-
-def test_a_script_model_is_compiled_by_torchscript_as_without_us(folder: Path) -> None:
-    (folder / "scripted.py").write_text(
-        "import warnings; warnings.simplefilter('ignore')\nimport torch\n"
-        "class Net(torch.nn.Module):\n"
-        "    def forward(self, x):\n        for i in range(3):\n            x = x + i\n        return x\n"
-        "print(torch.jit.script(Net())(torch.ones(1)).item())\n"
-    )
-
-    assert facts_of(run_under_shim([str(folder / "scripted.py")], folder)) == ["4.0"]
-
-
-def test_the_source_of_the_script_can_be_inspected(folder: Path) -> None:
-    (folder / "inspects.py").write_text(
-        "import inspect\ndef f():\n    for x in range(3):\n        pass\nprint(len(inspect.getsource(f).splitlines()))\n"
-    )
-
-    assert facts_of(run_under_shim([str(folder / "inspects.py")], folder)) == ["3"]
+NET = """
+import warnings; warnings.simplefilter('ignore')
+import torch
+class Net(torch.nn.Module):
+    def forward(self, x):
+        for i in range(3):
+            x = x + i
+        return x
+"""
+# What a script prints, under us as without us. The last one: as nanoGPT writes its configuration.
+SCRIPTS = {
+    "its package": "print(__package__)",  # `if __package__ is None` asks for a module of a package (PEP 366)
+    "a compiled model stays one graph": f"{NET}print(torch.compile(Net(), backend='eager', fullgraph=True)(torch.ones(1)))",
+    "a model of torchscript": f"{NET}print(torch.jit.script(Net())(torch.ones(1)))",
+    "source": "import inspect\ndef f():\n    for x in range(3):\n        pass\nprint(inspect.getsource(f))",
+    "a child's modules": (
+        "import subprocess, sys\nask = 'import sys; print([m for m in sys.modules if \"ttprun\" in m], len(sys.path_hooks))'\n"
+        "print(subprocess.check_output([sys.executable, '-c', ask], text=True))"
+    ),
+    "a child's descriptors": "import os\nos.system('ls /proc/self/fd | wc -l')",
+    "its globals": "for x in range(2):\n    pass\nprint([k for k, v in globals().items() if isinstance(v, (int, float))])",
+}  # fmt: skip
 
 
-def test_a_child_of_the_script_is_an_ordinary_python(folder: Path) -> None:
-    (folder / "parent.py").write_text(
-        "import subprocess, sys\n"
-        "print(subprocess.check_output([sys.executable, '-c', "
-        "'import sys; print([m for m in sys.modules if \"ttprun\" in m], len(sys.path_hooks))'], text=True), end='')\n"
-    )
-    plain = subprocess.check_output([sys.executable, "-c", "import sys; print([], len(sys.path_hooks))"], text=True)
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_a_script_prints_what_it_does_without_us(folder: Path, kind: str) -> None:
+    (folder / "script.py").write_text(SCRIPTS[kind] + "\n")
 
-    assert facts_of(run_under_shim([str(folder / "parent.py")], folder)) == [plain.strip()]
+    ours, plain = run_under_shim(["script.py"], folder), run_plain(["script.py"], folder)
 
-
-def test_descriptors_of_the_agents_line_do_not_leak_into_a_childs_shell(folder: Path) -> None:
-    (folder / "shell.py").write_text(
-        "import os, sys\nprint(len(os.listdir('/proc/self/fd')), flush=True)\nos.system('ls /proc/self/fd | wc -l')\n"
-    )
-    plain = run_plain([str(folder / "shell.py")], folder).printed.splitlines()[1]
-
-    assert facts_of(run_under_shim([str(folder / "shell.py")], folder))[1] == plain
-
-
-def test_the_hidden_names_stay_out_of_what_is_pickled_and_listed(folder: Path) -> None:
-    """Scripts write their configuration by walking their globals, as nanoGPT does."""
-    (folder / "walks.py").write_text(
-        "lr = 0.1\nfor x in range(2):\n    pass\n"
-        "print(sorted(k for k, v in globals().items() if not k.startswith('_') and isinstance(v, (int, float))))\n"
-    )
-
-    assert facts_of(run_under_shim([str(folder / "walks.py")], folder)) == ["['lr', 'x']"]
+    assert (ours.code, ours.printed) == (0, plain.printed)
 
 
 def test_standard_input_reaches_the_script(folder: Path) -> None:
     (folder / "reads.py").write_text("import sys\nprint(sys.stdin.readline())\n")
 
-    result = run_under_shim([str(folder / "reads.py")], folder, stdin="hello\n")
-
-    assert result.printed.split() == ["hello"]
-    assert os.path.exists(folder / "reads.py")
+    assert run_under_shim([str(folder / "reads.py")], folder, stdin="hello\n").printed.split() == ["hello"]
 
 
 def test_a_module_that_was_compiled_beforehand_is_compiled_again_only_if_it_has_changed(folder: Path) -> None:

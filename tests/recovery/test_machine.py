@@ -25,7 +25,6 @@ from ttprun.recovery import (
     TRANSITIONS,
     DeadlinePassed,
     ElasticDeclared,
-    FinishJob,
     ForbiddenTransition,
     GroupRestarted,
     Job,
@@ -177,19 +176,6 @@ def test_an_echo_changes_nothing(echo: Event) -> None:
     assert actions == ()
 
 
-def test_a_mismatch_of_running_ranks_restarts_the_group() -> None:
-    job = running_job(Settings(world_size=2))
-
-    job, actions = advance(job, MismatchFound(rank=1, generation=0, reason=Reason(text="digests differ"), at_s=7.0))
-
-    order, record = actions
-    assert isinstance(order, RestartGroup)
-    assert order.reason.kind == "other-weights"
-    assert isinstance(record, RecordIncident)
-    assert (record.incident.kind, record.incident.ranks) == ("mismatch", (1,))
-    assert job.phase is JobPhase.RESTARTING
-
-
 def test_a_restarted_group_starts_from_nothing() -> None:
     job = running_job(Settings(world_size=2))
     job, _ = advance(job, RankUnprotected(rank=0, reason=Reason(text="no process group"), at_s=1.0))
@@ -238,15 +224,6 @@ def test_the_limits_of_the_settings_are_asked_for() -> None:
     assert actions[:3] == (Freeze((0,), 1, (1,)), SpawnRank(1, 1), SetDeadline(1, "freeze", 7.0))
 
 
-def test_a_job_of_one_rank_that_finishes_is_done() -> None:
-    job = running_job(Settings(world_size=1))
-
-    job, actions = advance(job, RankExited(rank=0, pid=100, code=0, signal=None, boundary=9, at_s=20.0))
-
-    assert actions == (FinishJob(),)
-    assert job.phase is JobPhase.DONE
-
-
 def test_many_ranks_may_be_lost_while_the_others_freeze() -> None:
     job = running_job(Settings(world_size=8, max_attempts=1))
 
@@ -255,13 +232,6 @@ def test_many_ranks_may_be_lost_while_the_others_freeze() -> None:
 
     assert job.phase is JobPhase.FREEZING
     assert job.lost == (0, 1, 2, 3, 4, 5, 6)
-
-
-def test_the_same_events_give_the_same_actions() -> None:
-    once, actions_once = advance(job_that_freezes(), killed(0, pid=100))
-    again, actions_again = advance(job_that_freezes(), killed(0, pid=100))
-
-    assert (once, actions_once) == (again, actions_again)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Job)])
