@@ -351,6 +351,8 @@ def compare_all(seeds: range) -> None:
                 patch.setattr(containers, "MANY_ROWS", 10)
                 patch.setattr(containers, "MAX_ITEMS", 20)
                 patch.setattr(long_items, "MAX_ITEMS", 20)
+            for module in (changes, kept) if seed % 4 == 1 else ():  # where dictionaries have no versions
+                patch.setattr(module, "ARE_COUNTED", False)
             compare_at_each_boundary(seed, patch)
 
 
