@@ -148,8 +148,8 @@ def _connect_without_one(ranks: Ranks) -> None:
         ({}, lambda ranks: _use_the_processor(ranks, Doing.WAITING), 60.0),
         ({"hang_s": None, "steps": 0}, _connect_without_one, 60.0),
     ],
-    ids=["they train", "stopped for a moment", "a step slow in all", "it may not step with the others", "done with its group",
-         "it waits for its disk", "its hooks have said nothing yet", "a collective that computes", "a wait that computes",
+    ids=["they train", "stopped for a moment", "a step slow in all", "it may step alone", "its group is done",
+         "it waits for its disk", "its hooks say nothing yet", "a collective that computes", "a wait that computes",
          "a silent rank in set-up"],
 )  # fmt: skip
 def test_nobody_hangs(how: dict[str, Any], act: Callable[[Ranks], Any], seconds: float) -> None:
