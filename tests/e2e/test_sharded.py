@@ -17,7 +17,7 @@ from tests.e2e.harness import Run, RunTtprun, StartTtprun, Undisturbed, assert_s
 from tests.e2e.test_checkpoints import Series, assert_resumed, assert_saved, ttprun
 from ttprun import torch_versions
 from ttprun.observe.status import read_topology
-from ttprun.state.resharding import assemble, pieces_of
+from ttprun.state.tensor_file import assemble, pieces_of
 
 pytestmark = pytest.mark.skipif(
     torch_versions.release_of(torch.__version__) < (2, 7),

@@ -17,7 +17,7 @@ from tests.state.making_models import Net, net, save
 from ttprun.errors import ConfigError
 from ttprun.state.checkpoint import inspect
 from ttprun.state.files import InvalidCheckpointError
-from ttprun.state.resharding import Format, choose_model, load_model, names_without_wrappers, write_model
+from ttprun.state.tensor_file import Format, choose_model, load_model, names_without_wrappers, write_model
 
 
 class Wrapped(nn.Module):

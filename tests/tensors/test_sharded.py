@@ -26,7 +26,7 @@ from ttprun.introspect import model_tensors
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import places
 from ttprun.state.chunks import held_of, what_is_missing
-from ttprun.state.resharding import assemble, pieces_of
+from ttprun.state.tensor_file import assemble, pieces_of
 from ttprun.tensors import replicated, sharded, shares, state_transfer
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.optimizer_registry import forget, optimizers, stepped, stepped_tensors, wrap_optimizer_init

@@ -233,7 +233,7 @@ def export_model(
     The checkpoint is verified first.
     """
     checked = check(find_checkpoint(checkpoint, save_dir)).checkpoint
-    from ttprun.state.resharding import choose_model, load_model, part_of, write_model
+    from ttprun.state.tensor_file import choose_model, load_model, part_of, write_model
 
     try:
         tensors = load_model(checked, choose_model(checked, model))

@@ -41,19 +41,15 @@ def adapted(stored: Stored, paths: Sequence[str], world_size: int, what_differs:
     lasts = [Tree(*record) for record in records]
     why_not = _why_not(records[0].fields)
     if why_not:
-        raise _cannot(stored, what_differs, why_not)
+        raise ConfigError(
+            f"checkpoint '{stored.place}' {what_differs}, and it cannot be adapted: {why_not}",
+            "start as many ranks with the same arguments, or give --resume off to start anew",
+        )
     names = sorted(
         {name for first, last in zip(firsts, lasts, strict=True) for name in _that_differ(first, last, lasts[0])}
     )
     logger.warning("%s", _warning(stored, len(paths), world_size, what_differs, names))
     return replace(stored, origin=Origin(len(paths), tuple(paths)))
-
-
-def _cannot(stored: Stored, what_differs: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"checkpoint '{stored.place}' {what_differs}, and it cannot be adapted: {why}",
-        "start as many ranks with the same arguments, or give --resume off to start anew",
-    )
 
 
 def _record(stored: Sequence[Any]) -> Record:

@@ -369,8 +369,7 @@ def _read(path: str) -> dict[str, Any]:
 
 def log_of(adapt: Adapt, rank: int) -> list[bytes]:
     """The log of an old rank, of which this rank of the new run begins with the loops' positions."""
-    log: list[bytes] = _read(adapt.paths[rank % len(adapt.paths)])["log"]
-    return log
+    return list(_read(adapt.paths[rank % len(adapt.paths)])["log"])
 
 
 def _old_rank(path: str) -> OldRank:

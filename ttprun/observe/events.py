@@ -110,6 +110,18 @@ def read_events(path: str | Path) -> Iterator[dict[str, object]]:
                 yield event
 
 
+def read_on(path: str | Path, at: int) -> Iterator[tuple[int, bytes]]:
+    """(where it ends in the file, line) of each whole line from there on; the last one may still be written.
+
+    Nothing if the log cannot be read.
+    """
+    with suppress(OSError), open(path, "rb") as log:
+        log.seek(at)
+        for line in log:
+            if line.endswith(b"\n"):
+                yield (at := at + len(line)), line
+
+
 # How far a run was, and when: `history.csv`, a line for each moment at which its step had changed.
 #
 # Lines are a second apart at first, and further apart the longer a run lasts, so that a week takes some hundred kB.

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from ttprun.errors import ConfigError, suggestion
 
@@ -292,7 +293,6 @@ def groups_of(stacks: Iterable[RankStack]) -> tuple[Group, ...]:
 def read_stacks(path: Path) -> StackReport:
     """What was written last. Raises OSError if there is no such file, ValueError if it is something else."""
     try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return StackReport(raw["number"], raw["at"], tuple(RankStack(**rank) for rank in raw["ranks"]))
-    except (AttributeError, KeyError, TypeError) as error:
+        return TypeAdapter(StackReport).validate_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} holds no stacks: {error}") from error

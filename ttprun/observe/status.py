@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -434,14 +434,6 @@ class Topology:
 def read_topology(path: Path) -> Topology:
     """What was written last. Raises OSError if there is no such file, ValueError if it is something else."""
     try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        ranks = tuple(RankTopology(**rank) for rank in raw["ranks"])
-        groups = {name: tuple(members) for name, members in raw["groups"].items()}
-        parts = tuple(
-            ShardedParameters(tuple(part["names"]), tuple(map(tuple, part["holders"]))) for part in raw.get("parts", ())
-        )
-        return Topology(
-            raw["boundary"], groups, tuple(map(tuple, raw["replicas"])), tuple(raw["unequal"]), ranks, parts
-        )
-    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        return TypeAdapter(Topology).validate_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is not the topology of a run: {error}") from error

@@ -1,8 +1,8 @@
 """Checkpoints on disk: what a save directory holds, and how it stays valid whatever dies. Begin with `store`.
 
 Files, lowest floor first: `files` (one file, written and hashed), `checkpoint` (one directory, looked at), `store` (all
-of them), `tensor_file` (tensors as safetensors), `resharding` (read in other parts than they were written, or as a
-model for `load_state_dict`); beside them `chunks` (parts of sharded tensors) and `cost_limits`. The first three and
+of them), `tensor_file` (tensors as safetensors, also read in other parts than they were written, or as a model for
+`load_state_dict`); beside them `chunks` (parts of sharded tensors) and `cost_limits`. The first three and
 these two do without torch.
 
     .ttprun.lock                          held by the job that writes here; names it

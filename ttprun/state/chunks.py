@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add
 
 # Between the key of a tensor that differs between ranks and the lowest rank that held this version.
 OWNER = "@"
@@ -25,6 +26,21 @@ class Chunk:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Chunk:
+        """All of a tensor."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.sizes == self.shape
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """[n_dims] behind the box's last element."""
+        return tuple(map(add, self.offsets, self.sizes))
 
     @property
     def count(self) -> int:

@@ -148,7 +148,7 @@ def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.T
     managed = set(map(id, reduced_over_all()))
     shown = set(map(id, shown_to(optimizer)))
     tensors = []
-    for key, parameter, *_ in _plain_parameters():
+    for key, parameter in [(key, weight) for key, weight, *_ in replicated.rows() if not is_distributed(weight)]:
         tensors.append((key, False, parameter))
         gradient = parameter.grad
         if id(parameter) in shown and gradient is not None and id(parameter) not in managed and _is_dense(gradient):
@@ -176,11 +176,6 @@ def reduced_over_all() -> Iterator[torch.Tensor]:
     for model in optimizer_registry.wrapped_models():
         if model.process_group.size() == torch.distributed.get_world_size():
             yield from optimizer_registry.reduced_by(model)
-
-
-def _plain_parameters() -> Iterator[replicated.Row]:
-    """All parameters that are not DTensors."""
-    return (row for row in replicated.rows() if not is_distributed(row[1]))
 
 
 def _hash(tensor: torch.Tensor) -> str:

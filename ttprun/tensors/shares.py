@@ -29,9 +29,10 @@ from ttprun.introspect.safe_reads import dictionary_of, is_a, module_of_class
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
 from ttprun.protocol.reason import Reason, pointer
 from ttprun.protocol.snapshot_messages import Share, SnapshotSize, SnapshotTaken
-from ttprun.state.chunks import OWNER
+from ttprun.state.chunks import OWNER, Chunk
 from ttprun.state.files import CannotReshardError, write_file
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
+from ttprun.state.tensor_file import load as load_resharded
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.memory import Memory, free_bytes
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
@@ -225,12 +226,13 @@ def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFER
 
 def _load_parts(header: list[Any], files: list[str]) -> None:
     """Load sharded tensors: each rank reads its parts, from any of the files."""
-    from ttprun.state.resharding import load as load_resharded
-
     targets: dict[str, torch.Tensor] = {}
     replicated.take_over(header, targets.__setitem__, is_stored=True)
+    if why_not := sharded.why_not_stored(targets.values()):
+        raise fail_open.NotRepairableError(why_not)
+    parts = {key: sharded.chunk_of(whole) or Chunk.whole(whole.shape) for key, whole in targets.items()}
     try:
-        load_resharded(targets, files)
+        load_resharded({key: (model_tensors.local_of(targets[key]), part) for key, part in parts.items()}, files)
     except CannotReshardError as error:
         raise fail_open.NotRepairableError(str(error)) from None
     sharded.forget_gathered()

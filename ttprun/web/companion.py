@@ -201,7 +201,7 @@ def serving(http: str | None, token_file: str | None, run: RunDirectory, name: s
 
 def listen(http: str, option: str = "--http") -> tuple[Address, socket.socket]:
     """The address of a page, and a socket that listens there. Raises ConfigError, also if packages are missing."""
-    if missing := _missing():
+    if missing := [package for module, package in _NEEDED.items() if find_spec(module) is None]:
         raise ConfigError(f"{option} needs packages that are not installed ({', '.join(missing)})", _INSTALL)
     address = parse_address(http)
     try:
@@ -248,10 +248,6 @@ def _probe_port(named: str, run: RunDirectory, until_end: contextlib.ExitStack) 
     port: int = listener.getsockname()[1]
     until_end.enter_context(_running("the health check", run, listener, PROBES_ONLY))
     return port
-
-
-def _missing() -> list[str]:
-    return [package for module, package in _NEEDED.items() if find_spec(module) is None]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from ttprun.errors import counted
-from ttprun.observe.events import Point, read_history, spans_of
+from ttprun.observe.events import Point, read_history, read_on, spans_of
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import IncidentStatus, RunStatus, describe_protection, read_status
 
@@ -213,8 +213,7 @@ def _incidents(incidents: Sequence[IncidentStatus]) -> str:
     if not incidents:
         return ", without an incident"
     lost = sum(incident.steps_lost or 0 for incident in incidents)
-    number = "1 incident" if len(incidents) == 1 else f"{len(incidents)} incidents"
-    return f", with {number}, {lost} steps lost"
+    return f", with {counted(len(incidents), 'incident')}, {lost} steps lost"
 
 
 # How often what took how long: counts that only grow, as Prometheus wants them.
@@ -345,20 +344,16 @@ class Feed:
 
     def _read_events(self, started_s: float) -> None:
         """Take the lines that were added; the last one may still be written."""
-        with suppress(OSError), open(self.run.events, "rb") as log:
-            log.seek(self._read_to)
-            for raw in log:
-                if not raw.endswith(b"\n"):
-                    break
-                self._read_to += len(raw)
-                text = raw.decode(errors="replace").strip()
-                with suppress(ValueError, KeyError, TypeError):
-                    event = json.loads(text)
-                    if unix_s(event["at"]) < started_s:
-                        continue  # of an earlier launch in the same directory
-                    self.lines.append(Line(self._read_to, text, event))
-                    if event["event"] in ("incident", "resume"):
-                        self.incidents.append(event)
+        for end, raw in read_on(self.run.events, self._read_to):
+            self._read_to = end
+            text = raw.decode(errors="replace").strip()
+            with suppress(ValueError, KeyError, TypeError):
+                event = json.loads(text)
+                if unix_s(event["at"]) < started_s:
+                    continue  # of an earlier launch in the same directory
+                self.lines.append(Line(end, text, event))
+                if event["event"] in ("incident", "resume"):
+                    self.incidents.append(event)
 
     def _wake(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()

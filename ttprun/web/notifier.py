@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from ttprun.errors import ConfigError
-from ttprun.observe.events import timestamp
+from ttprun.observe.events import read_on, timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status
 from ttprun.web import companion
@@ -90,14 +90,10 @@ class Notifier:
 
     def _look(self) -> None:
         """Take what was added to the log; the last line may still be written."""
-        with suppress(OSError), open(self._run.events, "rb") as log:
-            log.seek(self._read_to)
-            for line in log:
-                if not line.endswith(b"\n"):
-                    break
-                self._read_to += len(line)
-                with suppress(ValueError, KeyError, TypeError):
-                    self._take(json.loads(line))
+        for end, line in read_on(self._run.events, self._read_to):
+            self._read_to = end
+            with suppress(ValueError, KeyError, TypeError):
+                self._take(json.loads(line))
 
     def _take(self, event: dict[str, Any]) -> None:
         self._has_ended |= event["event"] == "run_ended"

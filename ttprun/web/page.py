@@ -31,14 +31,6 @@ def live() -> str:
     return _document("null")
 
 
-def report(data: dict[str, Any]) -> str:
-    """The page of a run with all that it shows inside: it can be read without a server, and sent to others.
-
-    data   as the messages of `server.stream` have it: status, summary, topology, history, events; settings; note
-    """
-    return _document(json.dumps(data).replace("<", "\\u003c"))
-
-
 @cache
 def policy() -> str:
     """The content security policy under which the page works: its own script and styles, data from where it comes."""
@@ -112,7 +104,7 @@ def read_run(directory: RunDirectory) -> Run:
 
 
 def as_html(run: Run) -> str:
-    """One self-contained document."""
+    """The page of a run with all that it shows inside: it can be read without a server, and sent to others."""
     data = {
         "status": asdict(run.status),
         "summary": asdict(run.summary),
@@ -122,7 +114,7 @@ def as_html(run: Run) -> str:
         "settings": run.settings,
         "note": f"Report of ttprun {__version__}, as of {run.status.updated_at}.",
     }
-    return report(data)
+    return _document(json.dumps(data).replace("<", "\\u003c"))
 
 
 def as_markdown(run: Run) -> str:
@@ -143,7 +135,8 @@ def as_markdown(run: Run) -> str:
         lost = [(REASONS[reason], spent_s) for reason, spent_s in summary.lost_s.items() if spent_s]
         spent = [("productive: steps done for the first time", summary.productive_s), *lost, ("all", summary.wall_s)]
         lines += ["| time | seconds | share |", "|---|---:|---:|"]
-        lines += [_share(what, spent_s, summary.wall_s) for what, spent_s in spent]
+        whole_s = summary.wall_s or float("inf")
+        lines += [f"| {what} | {spent_s:.1f} | {100 * spent_s / whole_s:.1f} % |" for what, spent_s in spent]
     else:
         lines.append("Where the time went is known to the node whose agent leads.")
     for incident in status.incidents:
@@ -155,10 +148,6 @@ def _is_of_launch(event: dict[str, Any], started_s: float) -> bool:
     with suppress(KeyError, TypeError, ValueError):
         return unix_s(event["at"]) >= started_s and "event" in event
     return False
-
-
-def _share(what: str, spent_s: float, wall_s: float) -> str:
-    return f"| {what} | {spent_s:.1f} | {100 * spent_s / wall_s if wall_s else 0.0:.1f} % |"
 
 
 def _incident(incident: IncidentStatus) -> list[str]:

@@ -91,9 +91,8 @@ class Access:
         if self._is_for_probes:
             return None if request.url.path in _OPEN else _plain(404, "only /healthz and /readyz are answered here")
         if self._token is None:
-            if is_loopback(request.headers.get("host", "")):
-                return None
-            return _plain(403, "ask for localhost, or start ttprun with a host: --http HOST:PORT")
+            is_here = is_loopback(request.headers.get("host", ""))
+            return None if is_here else _plain(403, "ask for localhost, or start ttprun with a host: --http HOST:PORT")
         if request.url.path in _OPEN:
             return None
         cookie = f"ttprun_{request.scope['server'][1]}"  # a browser sends those of other ports as well
@@ -104,9 +103,8 @@ class Access:
             answer.set_cookie(cookie, self._token, httponly=True, samesite="lax")
             return answer
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_right(bearer.strip()):
-            return None
-        if self._is_right(request.cookies.get(cookie, "")):
+        is_named = scheme.lower() == "bearer" and self._is_right(bearer.strip())
+        if is_named or self._is_right(request.cookies.get(cookie, "")):
             return None
         return _plain(401, "a token is needed: ?token=..., or Authorization: Bearer", www_authenticate="Bearer")
 
@@ -307,9 +305,8 @@ def _belongs(event: dict[str, object], number: int) -> bool:
 
 def _is_stale(feed: Feed) -> bool:
     """Whether a launcher that should write the status every half second has not done so for long."""
-    if feed.status is None or feed.status.has_ended:
-        return False
-    return datetime.now(UTC).timestamp() - unix_s(feed.status.updated_at) > STALE_S
+    lives = feed.status if feed.status is not None and not feed.status.has_ended else None
+    return lives is not None and datetime.now(UTC).timestamp() - unix_s(lives.updated_at) > STALE_S
 
 
 def _not_there(why: str) -> Response:

@@ -266,10 +266,9 @@ class _Checkup:
         copy = WorkingCopy.none(checked.folder)
         if not checked.is_in_place:
             copy = WorkingCopy.make(checked.folder, self._place / "work", checked.shared)
-        if plain is None:
-            launch = by_ttprun(checked, copy, folder, faults)
-        else:
-            launch = by_torchrun(checked, copy, folder, plain)
+        launch = (
+            by_ttprun(checked, copy, folder, faults) if plain is None else by_torchrun(checked, copy, folder, plain)
+        )
         twin = launch.run(folder, _Watch(folder / "run", self._show_step).look)
         changed = copy.changed()
         kept = copy.folder.rename(folder / "work") if copy.is_copy else copy.folder

@@ -6,7 +6,6 @@ A process runs its script once, unless a transient error or a device error ends 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -230,10 +229,6 @@ def _note_sent_otherwise(session: Rank, tensor: torch.Tensor, difference: str) -
     _refuse(session, why)
 
 
-def _newest_weights() -> Sequence[torch.Tensor]:
-    return optimizer_registry.newest().weights
-
-
 def observers_of(session: Rank) -> Observers:
     """Each question and report of the libraries goes to the part that can answer it."""
     commit = session.get(InterNodeCommit)
@@ -246,7 +241,7 @@ def observers_of(session: Rank) -> Observers:
         leaves=session[Verifier].stop_if_divergent,
         keep_result=session[Mirror].keep_result,
         give_result=session[Mirror].give_result,
-        weights=_newest_weights,
+        weights=lambda: optimizer_registry.newest().weights,
         device_in_use=optimizer_registry.device_in_use,
         wrapped_models=optimizer_registry.wrapped_models,
     )

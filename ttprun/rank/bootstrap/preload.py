@@ -269,9 +269,8 @@ def _silence() -> Iterator[None]:
 
 
 def _file_of(spec: Any) -> str:
-    if spec.origin is not None:
-        return str(spec.origin)
-    return os.pathsep.join(spec.submodule_search_locations or ())
+    places = spec.submodule_search_locations or ()
+    return str(spec.origin) if spec.origin is not None else os.pathsep.join(places)
 
 
 def _within(package: str, names: Any) -> list[str]:

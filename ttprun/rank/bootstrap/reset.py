@@ -69,7 +69,9 @@ class Beginning:
     excepthook: Any = field(default_factory=lambda: sys.excepthook)
     random: random_state.RngState = field(default_factory=random_state.capture)
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    signals: dict[int, Any] = field(default_factory=lambda: {number: signal.getsignal(number) for number in _signals()})
+    signals: dict[int, Any] = field(
+        default_factory=lambda: {number: signal.getsignal(number) for number in signal.valid_signals()}
+    )
     handlers: dict[str, list[logging.Handler]] = field(
         default_factory=lambda: {name: list(logger.handlers) for name, logger in _loggers().items()}
     )
@@ -216,7 +218,7 @@ def _restore(beginning: Beginning) -> None:
     sys.excepthook = beginning.excepthook
     for number, handler in beginning.signals.items():
         present: Any = signal.getsignal(number)
-        code = getattr(present, "__code__", None)
+        code = getattr(present, "__code__", None) if handler is not None else None
         if code is not None and present is not handler and has_muted_effects(code.co_filename):
             signal.signal(number, handler)
     for name, logger in _loggers().items():
@@ -229,10 +231,6 @@ def _restore(beginning: Beginning) -> None:
     torch.set_default_dtype(beginning.dtype)
     torch.set_default_device(None)
     random_state.restore(beginning.random)
-
-
-def _signals() -> list[int]:
-    return [number for number in signal.valid_signals() if signal.getsignal(number) is not None]
 
 
 def _loggers() -> dict[str, logging.Logger]:

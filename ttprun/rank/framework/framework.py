@@ -444,13 +444,11 @@ def call(action: str, arguments: list[Any]) -> None:
     """
     function = _callbacks.get(action)
     if function is not None:
-        with_ranks = [_with_ranks_as_numbers(argument) for argument in arguments]
+        with_ranks = [
+            {int(rank): value for rank, value in argument.items()} if isinstance(argument, dict) else argument
+            for argument in arguments
+        ]
         threading.Thread(target=function, args=with_ranks, name="ttprun-scheduler", daemon=True).start()
-
-
-def _with_ranks_as_numbers(argument: Any) -> Any:
-    """JSON has turned the keys into str."""
-    return {int(rank): value for rank, value in argument.items()} if isinstance(argument, dict) else argument
 
 
 def prepare(action: str, ranks: Mapping[int, int]) -> int:
