@@ -14,9 +14,8 @@ from tests.capture.records import record_of
 from ttprun.agent.base.stored_states import Stored
 from ttprun.agent.lead.resume import Resumption, check_records
 from ttprun.capture import values
-from ttprun.capture.records.boundary_record import LoopRecord
 from ttprun.capture.records.nodes import RefusedNode
-from ttprun.capture.records.packing import pack
+from ttprun.capture.records.packing import LoopRecord, pack
 from ttprun.capture.values import Snapshot
 from ttprun.config import Config
 from ttprun.elastic_resume.acceptance import adapted

@@ -39,7 +39,7 @@ SLOT_BYTES = 1 << 30  # room for one record, without what the optimizers update
 
 
 class Optimizers:
-    """The optimizers that the script makes; see capture/replay/findings.py."""
+    """The optimizers that the script makes; see capture/replay/jumps.py."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []

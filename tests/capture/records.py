@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttprun.capture.records.boundary_record import BoundaryRecord
+from ttprun.capture.records.packing import BoundaryRecord
 
 
 def record_of(boundary: int = 1, **given: Any) -> BoundaryRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.capture.records import record_of
-from ttprun.capture.replay.findings import difference_of_stepping
+from ttprun.capture.replay.jumps import difference_of_stepping
 
 
 def test_another_optimizer_that_steps_at_the_same_place_is_another_boundary() -> None:

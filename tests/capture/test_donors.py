@@ -9,8 +9,7 @@ import torch
 
 from tests.capture.records import record_of
 from ttprun.capture import values
-from ttprun.capture.records.boundary_record import Record
-from ttprun.capture.records.packing import pack
+from ttprun.capture.records.packing import Record, pack
 from ttprun.capture.values import Tree
 from ttprun.elastic_resume.adapted import Closest, OldRank, closest
 

@@ -12,8 +12,8 @@ from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
 from tests.rank.scripts import run_under_shim
 from ttprun.capture import values
-from ttprun.capture.records.boundary_record import BoundaryRecord, read_head
 from ttprun.capture.records.nodes import DictNode, ListNode, Number, ObjectNode, RefusedNode
+from ttprun.capture.records.packing import BoundaryRecord, read_head
 from ttprun.protocol import from_rank
 from ttprun.protocol.reason import Reason
 from ttprun.rank.step.record import hindrance_of, why_shards_unknown

@@ -12,8 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from ttprun.capture.position import loops
-from ttprun.capture.records.boundary_record import LoopRecord
-from ttprun.capture.records.packing import pack
+from ttprun.capture.records.packing import LoopRecord, pack
 from ttprun.introspect import random_state
 
 

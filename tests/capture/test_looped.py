@@ -18,7 +18,7 @@ from ttprun.capture import values
 from ttprun.capture.data import loaders
 from ttprun.capture.position import iterables, loops
 from ttprun.capture.position.placeholders import PlaceholderUsedError
-from ttprun.capture.records.boundary_record import LoopRecord
+from ttprun.capture.records.packing import LoopRecord
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, restore_loop
 
 LOST = 6  # items that the loop has handed out in the lost rank

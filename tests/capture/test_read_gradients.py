@@ -60,7 +60,7 @@ class Stands:
 
 def found_in(monkeypatch: pytest.MonkeyPatch, beginning: str, behind: str, after: str) -> bool:
     monkeypatch.setattr(liveness, "is_script_code", lambda filename: filename == "train.py")
-    monkeypatch.setattr("ttprun.introspect.frames.is_script_code", lambda filename: filename == "train.py")
+    monkeypatch.setattr("ttprun.introspect.ownership.is_script_code", lambda filename: filename == "train.py")
     text = SCRIPT.replace("BEGINNING", beginning).replace("    BEHIND\nAFTER", f"    {behind}\n{after}")
     stands = Stands()
     scope: dict[str, Any] = {"loss": stands, "optimizer": stands, "model": [], "clip": list}

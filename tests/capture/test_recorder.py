@@ -15,9 +15,8 @@ import torch
 from msgspec import to_builtins
 
 from tests.capture.records import record_of
-from ttprun.capture.records.boundary_record import Record, read_head
 from ttprun.capture.records.nodes import PlainNode
-from ttprun.capture.records.packing import MalformedRecordError, pack
+from ttprun.capture.records.packing import MalformedRecordError, Record, pack, read_head
 from ttprun.capture.records.recorder import SLOTS, WORKER_ENTRY_BYTES, Recorder, RecordTooLargeError
 
 SLOT_BYTES = 1 << 20

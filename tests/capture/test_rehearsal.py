@@ -16,8 +16,8 @@ from tests.rank.worlds import run_world
 from ttprun.capture import recording, values
 from ttprun.capture.position import user_code
 from ttprun.capture.recording import Rehearsal
-from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.nodes import RefusedNode
+from ttprun.capture.records.packing import BoundaryRecord
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.values import data_trees
 from ttprun.introspect import ownership

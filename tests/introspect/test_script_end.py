@@ -10,13 +10,13 @@ import pytest
 
 BEFORE = """
 import sys, weakref
-from ttprun.introspect import frames
+from ttprun.introspect import ownership
 
 class Optimizer: ...
 
 def work():
     one = Optimizer()
-    seen.append(weakref.ref(one, lambda _: print(frames.is_reached(sys._getframe(1)))))
+    seen.append(weakref.ref(one, lambda _: print(ownership.is_reached(sys._getframe(1)))))
 
 def train():
     work()

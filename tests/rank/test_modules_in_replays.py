@@ -10,7 +10,7 @@ from typing import Any
 from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
 from ttprun.capture.position import user_code
-from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.packing import Record
 from ttprun.capture.values import pack
 from ttprun.groups.results import Answers
 from ttprun.introspect import ownership

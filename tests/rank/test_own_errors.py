@@ -15,7 +15,7 @@ from tests.capture.records import record_of
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from ttprun.capture.data import workers
-from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.packing import Record
 from ttprun.groups.results import Answers
 from ttprun.introspect import ownership
 from ttprun.introspect.current_rank import Rank

@@ -11,7 +11,7 @@ import pytest
 from tests.capture.records import record_of
 from tests.rank.fakes import make_session
 from ttprun.capture.position import loops, user_code
-from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.packing import Record
 from ttprun.groups.results import Answers
 from ttprun.rank.replay.replay_run import ReplayRun
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.rank.fakes import RECORD_BYTES
 from ttprun.capture.records.recorder import Recorder
-from ttprun.introspect import frames
+from ttprun.introspect import ownership
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
@@ -352,7 +352,7 @@ class Asking(torch.nn.Module):
 
 
 def test_in_the_middle_of_a_forward_pass_a_model_and_its_parts_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "is_script_code", lambda path: path == __file__)
+    monkeypatch.setattr(ownership, "is_script_code", lambda path: path == __file__)
     model, other = Asking(), torch.nn.Linear(2, 2)
 
     model(other(torch.ones(2)))

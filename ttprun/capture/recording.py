@@ -1,6 +1,6 @@
 """What is written at a boundary: the state of the script, gathered into a record.
 
-The fields are those of records/boundary_record.py. Begin with `describe`.
+The fields are those of records/packing.py. Begin with `describe`.
 
 The first records of a process, and each later one with other variables, are read back from shared memory, as a
 replacement would read them (`Rehearsal`), and each node is looked at, so that a rank knows before it is lost whether it
@@ -22,7 +22,7 @@ from ttprun.capture import values
 from ttprun.capture.data import loaders
 from ttprun.capture.effects import file_answers, origins, script_files
 from ttprun.capture.position import call_site, iterables, loops, made_inside
-from ttprun.capture.records.boundary_record import BoundaryRecord, PassRecord, ScriptState, read_head, read_state
+from ttprun.capture.records.packing import BoundaryRecord, PassRecord, ScriptState, read_head, read_state
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import fail_open, host_copies, random_state
 from ttprun.introspect.current_rank import Rank
@@ -46,7 +46,7 @@ class Steps(msgspec.Struct, frozen=True, gc=False):
 
 
 class Beside(msgspec.Struct, frozen=True, gc=False):
-    """What others add to a record: its fields of the same names (records/boundary_record.py)."""
+    """What others add to a record: its fields of the same names (records/packing.py)."""
 
     weights: bytes
     held: bytes

@@ -13,9 +13,8 @@ from typing import Any
 
 from ttprun.agent.base.stored_states import Origin, Stored
 from ttprun.capture.data.rest_of_epoch import CannotDistributeError, rest_of
-from ttprun.capture.records.boundary_record import BoundaryRecord, Record
 from ttprun.capture.records.nodes import ActivationNode
-from ttprun.capture.records.packing import MalformedRecordError
+from ttprun.capture.records.packing import BoundaryRecord, MalformedRecordError, Record
 from ttprun.capture.values import Tree
 from ttprun.capture.values.trees import Comparison
 from ttprun.errors import ConfigError

@@ -30,11 +30,11 @@ from ttprun.capture.data import loaders, rest_of_epoch
 from ttprun.capture.effects import script_files
 from ttprun.capture.position import loops
 from ttprun.capture.recording import look, tree_of
-from ttprun.capture.records.boundary_record import BoundaryRecord, LoopRecord, Record
 from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode
+from ttprun.capture.records.packing import BoundaryRecord, LoopRecord, Record
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.combined import spoil, state_of
-from ttprun.capture.replay.findings import difference_of_place
+from ttprun.capture.replay.jumps import difference_of_place
 from ttprun.capture.replay.merge import Merge
 from ttprun.capture.values import CannotRestoreError, Tree, pack
 from ttprun.groups.journal import Journal

@@ -35,7 +35,7 @@ from ttprun.groups.work import Delivered, ManagedWork
 from ttprun.introspect import model_tensors, stages
 from ttprun.introspect.current_rank import INPUT, Rank
 from ttprun.introspect.fail_open import NotRepairableError
-from ttprun.introspect.frames import calls_key, location_key
+from ttprun.introspect.ownership import calls_key, location_key
 from ttprun.introspect.stages import Stage
 from ttprun.introspect.tensor_bytes import bytes_of, sampled
 from ttprun.protocol.board import OPERATION_NAMES, Phase

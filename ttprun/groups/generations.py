@@ -40,7 +40,7 @@ from ttprun.groups.operations import SAME_FOR_ALL
 from ttprun.groups.process_group import ManagedGroup, living
 from ttprun.introspect import stages
 from ttprun.introspect.current_rank import Rank
-from ttprun.introspect.frames import WAITS
+from ttprun.introspect.ownership import WAITS
 from ttprun.protocol import from_rank
 from ttprun.protocol.from_rank import CARRIED, GroupJournal
 

@@ -20,7 +20,7 @@ import torch
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
 from ttprun.groups.operations import NOTHING, OF_ALL_MEMBERS, Entry, Input
 from ttprun.introspect import fail_open
-from ttprun.introspect.frames import waits_for_recovery
+from ttprun.introspect.ownership import waits_for_recovery
 from ttprun.introspect.tensor_bytes import size_of
 from ttprun.protocol.patience import Patience
 

@@ -45,7 +45,7 @@ from ttprun.groups.work import ManagedWork, Refused
 from ttprun.introspect import fail_open, signal_handlers
 from ttprun.introspect.costs import COLLECTIVES
 from ttprun.introspect.current_rank import Rank
-from ttprun.introspect.frames import waits_for_recovery
+from ttprun.introspect.ownership import waits_for_recovery
 from ttprun.protocol import from_rank
 from ttprun.protocol.reason import Reason
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ttprun.introspect.frames import variable_of
+from ttprun.introspect.ownership import variable_of
 from ttprun.introspect.safe_reads import dictionary_of, is_a
 
 # The parts and tensors of a module, read without its own methods, which a class may override.

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import xxhash
 
-from ttprun.introspect.frames import user_frames, variables_of
 from ttprun.introspect.model_tensors import is_distributed, local_of, parameters_of, shown_to
+from ttprun.introspect.ownership import user_frames, variables_of
 from ttprun.introspect.safe_reads import is_a, items_of, pairs_of, plain_of
 from ttprun.introspect.tensor_bytes import content_of
 from ttprun.protocol.reason import Reason

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from ttprun.introspect.current_rank import Rank
-from ttprun.introspect.frames import waits_for_recovery
 from ttprun.introspect.model_tensors import local_of
+from ttprun.introspect.ownership import waits_for_recovery
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.protocol.reason import Reason
 from ttprun.tensors.gradients import of_optimizer

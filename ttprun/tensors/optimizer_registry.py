@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from ttprun.device import accelerator
-from ttprun.introspect import fail_open, frames, model_tensors
+from ttprun.introspect import fail_open, model_tensors, ownership
 from ttprun.introspect.current_rank import current
 from ttprun.introspect.model_tensors import are_any, local_of
 from ttprun.introspect.safe_reads import is_a
@@ -119,7 +119,7 @@ def _keep_remains(dead: Any) -> None:
     """
     place = _optimizers.index(dead) if dead in _optimizers else -1
     remains = _remains.pop(dead, None)
-    if remains is not None and place >= 0 and frames.is_reached(sys._getframe().f_back):
+    if remains is not None and place >= 0 and ownership.is_reached(sys._getframe().f_back):
         _optimizers[place] = lambda: remains
 
 

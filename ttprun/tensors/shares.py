@@ -23,8 +23,8 @@ import xxhash
 from msgspec.structs import replace
 
 from ttprun.introspect import fail_open, model_tensors
-from ttprun.introspect.frames import SCALARS, user_frames, variables_of
 from ttprun.introspect.model_tensors import parts_of, tables_of
+from ttprun.introspect.ownership import SCALARS, user_frames, variables_of
 from ttprun.introspect.safe_reads import dictionary_of, is_a, module_of_class
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
 from ttprun.protocol.reason import Reason, pointer

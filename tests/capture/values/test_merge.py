@@ -17,7 +17,7 @@ from tests.capture.records import record_of
 from tests.capture.user_values import Meter, State
 from tests.capture.values.carrying import as_the_recorder_writes_them
 from ttprun.capture import values
-from ttprun.capture.records.boundary_record import read_head
+from ttprun.capture.records.packing import read_head
 from ttprun.capture.replay.combined import spoil
 from ttprun.capture.replay.merge import Merge
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, Tree

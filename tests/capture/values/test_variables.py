@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.introspect.frames import set_local, unset_local, variables_of
+from ttprun.introspect.ownership import set_local, unset_local, variables_of
 
 
 class Thing:

@@ -16,7 +16,7 @@ from typing import Any
 from ttprun.agent.base import life_signs, stack_dumps
 from ttprun.agent.base.ground import Ground
 from ttprun.agent.node.rank_processes import RankHandler, kill_session
-from ttprun.capture.records.boundary_record import Outline, read_outline
+from ttprun.capture.records.packing import Outline, read_outline
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import children
 from ttprun.protocol import from_rank

@@ -35,7 +35,7 @@ from ttprun.capture.position import placeholders
 from ttprun.capture.values import process_objects
 from ttprun.introspect.costs import DATA
 from ttprun.introspect.current_rank import current
-from ttprun.introspect.frames import location_key
+from ttprun.introspect.ownership import location_key
 from ttprun.protocol.reason import Reason
 
 _iterators: list[weakref.ref[Any]] = []  # a WeakSet's emptiness check takes ten times as long

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ttprun.introspect import fail_open
-from ttprun.introspect.frames import location_key
-from ttprun.introspect.ownership import has_muted_effects
+from ttprun.introspect.ownership import has_muted_effects, location_key
 from ttprun.protocol.reason import Reason
 
 MOST = 20_000  # answers that are kept

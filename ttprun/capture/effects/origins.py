@@ -29,8 +29,7 @@ from typing import Any
 
 from ttprun.introspect import fail_open
 from ttprun.introspect.current_rank import current
-from ttprun.introspect.frames import location_key
-from ttprun.introspect.ownership import has_muted_effects, is_script_code
+from ttprun.introspect.ownership import has_muted_effects, is_script_code, location_key
 
 MOST = 2048  # draws that are kept
 MOST_AT_ONE_PLACE = 64

@@ -26,7 +26,7 @@ import xxhash
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import signal_handlers
 from ttprun.introspect.current_rank import Rank, current
-from ttprun.introspect.frames import location_key
+from ttprun.introspect.ownership import location_key
 from ttprun.protocol.board import Field
 from ttprun.protocol.reason import Reason
 

@@ -34,8 +34,7 @@ from ttprun import frameworks
 from ttprun.capture.position import control_flow, disk_cache, liveness, loops, user_code
 from ttprun.capture.position.control_flow import instruction_at
 from ttprun.introspect import ownership
-from ttprun.introspect.frames import place, variables_of
-from ttprun.introspect.ownership import is_script_code
+from ttprun.introspect.ownership import is_script_code, place, variables_of
 from ttprun.introspect.safe_reads import is_a
 
 # Their loops are not training loops: they run threads, event loops and hooks.

@@ -27,8 +27,7 @@ import torch
 
 from ttprun.capture.position import control_flow
 from ttprun.capture.position.control_flow import flow_of, instruction_at
-from ttprun.introspect.frames import SCALARS, user_frames, variables_of
-from ttprun.introspect.ownership import is_script_code
+from ttprun.introspect.ownership import SCALARS, is_script_code, user_frames, variables_of
 from ttprun.introspect.safe_reads import bases_of, dictionary_of_class
 
 # What may read variables otherwise than by an instruction; the last two, if they are called without an argument.

@@ -42,9 +42,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from ttprun.capture.position import control_flow
 from ttprun.capture.position.placeholders import END, FirstJump, hand_out, pass_over
-from ttprun.capture.records.boundary_record import LoopRecord, PassRecord
+from ttprun.capture.records.packing import LoopRecord, PassRecord
 from ttprun.introspect import random_state, signal_handlers
-from ttprun.introspect.frames import SCALARS
+from ttprun.introspect.ownership import SCALARS
 from ttprun.introspect.signal_handlers import waiting
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 
 from ttprun.capture.position import call_site, loops
-from ttprun.capture.records.boundary_record import PassRecord
-from ttprun.introspect.frames import user_frames
+from ttprun.capture.records.packing import PassRecord
+from ttprun.introspect.ownership import user_frames
 
 
 class _Made:

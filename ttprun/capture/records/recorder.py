@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import xxhash
 
-from ttprun.capture.records.boundary_record import BoundaryRecord, Record
 from ttprun.capture.records.evidence import REGION_BYTES, Evidence
+from ttprun.capture.records.packing import BoundaryRecord, Record
 from ttprun.protocol.reason import Reason
 
 SLOTS = 4

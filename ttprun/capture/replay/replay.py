@@ -20,22 +20,22 @@ from typing import Any
 from ttprun.capture.data import loaders
 from ttprun.capture.effects import origins, output, script_files
 from ttprun.capture.position import loops, placeholders
-from ttprun.capture.records.boundary_record import LoopRecord, PassRecord, Record, ScriptState, read_state
+from ttprun.capture.records.packing import LoopRecord, PassRecord, Record, ScriptState, read_state
 from ttprun.capture.records.recorder import Recorder, read_record, records_up_to, why_never, why_other_numbers
-from ttprun.capture.replay.findings import (
+from ttprun.capture.replay.jumps import (
     Findings,
+    Jumps,
     Optimizers,
     difference_of_batches,
     difference_of_optimizers,
     difference_of_place,
     difference_of_stepping,
 )
-from ttprun.capture.replay.jumps import Jumps
 from ttprun.capture.replay.merge import compared, optimizers_of, phrase_of
 from ttprun.capture.values import CannotRestoreError, Restore, Tree, restore_loop, room_to_walk
 from ttprun.introspect import random_state
 from ttprun.introspect.current_rank import Rank
-from ttprun.introspect.frames import user_frames
+from ttprun.introspect.ownership import user_frames
 from ttprun.protocol.reason import Reason
 
 STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it reaches the place where it begins

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from ttprun.capture.position.judgement import DEAD, judge
-from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.nodes import EffectNode, Node, NotProvedNode, RefusedNode
-from ttprun.capture.records.packing import MISSING, name_of
+from ttprun.capture.records.packing import MISSING, BoundaryRecord, name_of
 from ttprun.capture.values.kept import TOO_DEAR, Price
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, with_fixed

@@ -32,8 +32,7 @@ from ttprun.capture.values.process_objects import record_unknown
 from ttprun.capture.values.restore import Restore, kind_of, unlike
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.introspect import safe_reads
-from ttprun.introspect.frames import variables_of
-from ttprun.introspect.ownership import is_script_code
+from ttprun.introspect.ownership import is_script_code, variables_of
 
 _EMPTIES: tuple[Any, ...] = ([], (), "", "ä", b"", bytearray(), range(0), range(1 << 70))
 _EMPTY: dict[Any, Any] = dict(zip(map(type, map(iter, _EMPTIES)), _EMPTIES, strict=True))

@@ -21,7 +21,7 @@ from ttprun.capture.records.nodes import AnyNode, EffectNode, Node, ReferenceNod
 from ttprun.capture.records.packing import MISSING, CannotRestoreError, listed, name_of, short_name
 from ttprun.capture.values.snapshot import Snapshot, is_hidden, with_fixed
 from ttprun.introspect import fail_open
-from ttprun.introspect.frames import set_local, unset_local, variables_of
+from ttprun.introspect.ownership import set_local, unset_local, variables_of
 from ttprun.introspect.tensor_bytes import places
 from ttprun.protocol.reason import Reason
 

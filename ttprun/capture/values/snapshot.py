@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ttprun.capture.position import iterables, loops
-from ttprun.capture.records.boundary_record import LoopRecord
 from ttprun.capture.records.nodes import (
     NotProvedNode,
     Number,
@@ -27,7 +26,7 @@ from ttprun.capture.records.nodes import (
     SameNode,
     TupleNode,
 )
-from ttprun.capture.records.packing import MAX_DEPTH, SETTLED, name_of, unpack_named
+from ttprun.capture.records.packing import MAX_DEPTH, SETTLED, LoopRecord, name_of, unpack_named
 from ttprun.capture.values.changes import Remembered
 from ttprun.capture.values.kept import Names, Price, Trace, lasting_numbers
 from ttprun.introspect import fail_open

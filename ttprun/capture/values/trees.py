@@ -12,7 +12,6 @@ from typing import Any
 import xxhash
 from msgspec.structs import replace
 
-from ttprun.capture.records.boundary_record import ScriptState
 from ttprun.capture.records.nodes import (
     LISTS,
     PARTS,
@@ -32,7 +31,14 @@ from ttprun.capture.records.nodes import (
     TensorNode,
     WeightNode,
 )
-from ttprun.capture.records.packing import MISSING, ModuleDescription, listed, unpack_description, unpack_node
+from ttprun.capture.records.packing import (
+    MISSING,
+    ModuleDescription,
+    ScriptState,
+    listed,
+    unpack_description,
+    unpack_node,
+)
 from ttprun.capture.values.large import tensor_of
 from ttprun.capture.values.snapshot import with_fixed
 

@@ -243,7 +243,7 @@ def _beside(value: str | None, expected: str | None) -> str:
 
 def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[RunDifference]:
     """The user's variables whose values differ in the ranks' last records."""
-    from ttprun.capture.records.boundary_record import Record
+    from ttprun.capture.records.packing import Record
     from ttprun.capture.values.trees import Comparison, Tree, is_by_history
 
     differences = []

@@ -30,8 +30,7 @@ from ttprun.chaos.faults import parse_fault
 from ttprun.device.device_errors import DeviceFault, Diagnosis, causes_of, in_one_line
 from ttprun.introspect import children, current_rank, signal_handlers
 from ttprun.introspect.fail_open import session_now
-from ttprun.introspect.frames import variables_of
-from ttprun.introspect.ownership import add_named_path, add_user_directory
+from ttprun.introspect.ownership import add_named_path, add_user_directory, variables_of
 from ttprun.introspect.patching import after_import, is_overdue
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Board

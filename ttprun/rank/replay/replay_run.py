@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ttprun.capture.effects.effects import Effects
-from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.packing import Record
 from ttprun.capture.records.recorder import Recorder
-from ttprun.capture.replay.findings import Findings
+from ttprun.capture.replay.jumps import Findings
 from ttprun.capture.replay.replay import Replay
 from ttprun.groups import thread_collectives
 from ttprun.groups.operations import OPERATIONS, tensors_in

@@ -20,7 +20,7 @@ from ttprun.groups.gloo import Connection
 from ttprun.groups.journal import REPORT_AFTER_S, EndedError, Journal, has_ended
 from ttprun.introspect.costs import COMMIT, measured
 from ttprun.introspect.current_rank import Rank
-from ttprun.introspect.frames import waits_for_recovery
+from ttprun.introspect.ownership import waits_for_recovery
 from ttprun.protocol import patience
 from ttprun.protocol.board import FINISHED, Board, Field, Phase
 from ttprun.protocol.patience import Patience

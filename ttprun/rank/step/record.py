@@ -18,7 +18,7 @@ from ttprun.capture import recording, values
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records import recorder
-from ttprun.capture.records.boundary_record import BoundaryRecord
+from ttprun.capture.records.packing import BoundaryRecord
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
 from ttprun.capture.values.changes import Clock
 from ttprun.capture.values.trees import name_of_blob

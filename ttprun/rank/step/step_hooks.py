@@ -32,7 +32,7 @@ from ttprun.groups.process_group import groups_of
 from ttprun.introspect import costs as costs_of
 from ttprun.introspect import fail_open, signal_handlers, stages
 from ttprun.introspect.current_rank import Rank, current
-from ttprun.introspect.frames import variables_of
+from ttprun.introspect.ownership import variables_of
 from ttprun.introspect.stages import Stage
 from ttprun.introspect.tensor_bytes import unseen
 from ttprun.protocol import from_rank, standby_messages
