@@ -13,7 +13,7 @@ from ttprun.cli.main import main
 from ttprun.config import Config
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import RunStatus, write_status
+from ttprun.observe.status import RunState, RunStatus, write_status
 
 KILL = ["inject-fault", "kill", "--rank", "1"]
 
@@ -53,12 +53,21 @@ def test_the_agent_is_asked_with_the_runs_token_and_its_answer_is_shown(
     ]
 
 
-def test_what_the_agent_refuses_is_an_error(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeAgent(run, '{"op": "Rejected", "error": "rank 1 is in recovery"}'):
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        ('{"op": "Rejected", "error": "rank 1 is in recovery"}', "the run refuses the fault: rank 1 is in recovery"),
+        *[(answer, "the run's agent does not answer") for answer in ("", "hello", "[]")],
+    ],
+)
+def test_what_the_agent_refuses_or_does_not_answer_is_an_error(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], answer: str, complaint: str
+) -> None:
+    with FakeAgent(run, answer):
         code = main(KILL)
 
     assert code == 2
-    assert "the run refuses the fault: rank 1 is in recovery" in capsys.readouterr().err
+    assert complaint in capsys.readouterr().err
 
 
 def test_a_schedule_is_one_order(run: RunDirectory) -> None:
@@ -110,15 +119,6 @@ def test_the_list_is_there_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert reported["kinds"]["nan"]["phases"] == ["backward", "collective"]
 
 
-@pytest.mark.parametrize("answer", ["", "hello", "[]"])
-def test_an_answer_that_is_none_is_an_error(run: RunDirectory, capsys: pytest.CaptureFixture[str], answer: str) -> None:
-    with FakeAgent(run, answer):
-        code = main(KILL)
-
-    assert code == 2
-    assert "the run's agent does not answer" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -148,19 +148,18 @@ def test_a_fault_that_cannot_be_is_answered_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_run_that_has_ended_has_no_ranks_to_break(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    write_status(run.status, replace(status_of_a_living_run(), state="done", exit_code=0))
+@pytest.mark.parametrize(
+    ("allows", "state", "complaint"),
+    [
+        (True, "done", "run r1 has ended (done); name a running one with --run"),
+        (False, "healthy", "run r1 does not allow faults; start it with --allow-faults"),
+    ],
+)
+def test_only_a_run_that_lives_and_was_started_for_it_is_broken(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], allows: bool, state: RunState, complaint: str
+) -> None:
+    run.config.write_text(Config(allow_faults=allows).to_yaml())
+    write_status(run.status, replace(status_of_a_living_run(), state=state))
 
-    code = main(KILL)
-
-    assert code == 2
-    assert "run r1 has ended (done); name a running one with --run" in capsys.readouterr().err
-
-
-def test_only_a_run_that_was_started_for_it_is_broken(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    run.config.write_text(Config().to_yaml())
-
-    code = main(KILL)
-
-    assert code == 2
-    assert "run r1 does not allow faults; start it with --allow-faults" in capsys.readouterr().err
+    assert main(KILL) == 2
+    assert complaint in capsys.readouterr().err

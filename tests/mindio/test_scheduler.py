@@ -17,17 +17,18 @@ from ttprun.protocol.rank_events import Event, StopAsked
 from ttprun.protocol.reason import Reason
 from ttprun.recovery import Incident, JobPhase
 
+KILLED = Reason(text="rank 1 was killed (SIGKILL)")
 OPENED = Incident(
-    id=1,
-    kind="signal 9",
-    ranks=(1,),
-    rung="replace",
-    outcome="open",
-    reason=Reason(text="rank 1 was killed (SIGKILL)"),
-    phase=JobPhase.FREEZING,
-    generation=1,
-    opened_at_s=0.0,
-)
+    id=1, kind="signal 9", ranks=(1,), rung="replace", outcome="open", reason=KILLED, phase=JobPhase.FREEZING,
+    generation=1, opened_at_s=0.0,
+)  # fmt: skip
+
+
+def recover(scheduler: Scheduler, incident: Incident, *phases: JobPhase) -> None:
+    """An incident comes by these phases to its end."""
+    for phase in (JobPhase.FREEZING, *phases):
+        scheduler.note_incident(replace(incident, phase=phase))
+    scheduler.note_incident(replace(incident, phase=JobPhase.RUNNING, outcome="recovered"))
 
 
 class FakeSlot:
@@ -79,13 +80,7 @@ def scheduler(node: FakeNode) -> Scheduler:
 
 
 def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(node: FakeNode, scheduler: Scheduler) -> None:
-    for phase, outcome in (
-        (JobPhase.FREEZING, "open"),
-        (JobPhase.REPLAYING, "open"),
-        (JobPhase.RESUMING, "open"),
-        (JobPhase.RUNNING, "recovered"),
-    ):
-        scheduler.note_incident(replace(OPENED, phase=phase, outcome=outcome))
+    recover(scheduler, OPENED, JobPhase.REPLAYING, JobPhase.RESUMING)
 
     assert [(sent.action, sent.arguments) for sent in node.slots[0].sent] == [
         ("report_fault_ranks", [{1: 1}, {1: ""}]),
@@ -246,13 +241,7 @@ def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
 
 
 def test_a_hot_switch_is_reported_as_a_migration(node: FakeNode, scheduler: Scheduler) -> None:
-    planned = replace(OPENED, kind="planned")
-    for phase, outcome in (
-        (JobPhase.FREEZING, "open"),
-        (JobPhase.REPLAYING, "open"),
-        (JobPhase.RUNNING, "recovered"),
-    ):
-        scheduler.note_incident(replace(planned, phase=phase, outcome=outcome))
+    recover(scheduler, replace(OPENED, kind="planned"), JobPhase.REPLAYING)
 
     assert [(sent.action, sent.arguments[-1]) for sent in node.slots[0].sent] == [
         ("report_strategies", ["migration", "exit"]),
@@ -321,8 +310,7 @@ def test_while_ranks_are_away_nobody_is_paused(node: FakeNode, scheduler: Schedu
 
 def test_a_downgrade_is_reported_with_the_ranks_that_leave(node: FakeNode, scheduler: Scheduler) -> None:
     leave(node, 1)
-    for phase, outcome in ((JobPhase.FREEZING, "open"), (JobPhase.RESUMING, "open"), (JobPhase.RUNNING, "recovered")):
-        scheduler.note_incident(replace(OPENED, rung="resize", phase=phase, outcome=outcome))
+    recover(scheduler, replace(OPENED, rung="resize"), JobPhase.RESUMING)
 
     assert [(sent.action, sent.arguments[0], sent.arguments[-1]) for sent in node.slots[0].sent] == [
         ("report_fault_ranks", {1: 1}, {1: ""}),

@@ -36,13 +36,6 @@ def test_git_ignores_a_folder_of_runs_that_is_new_and_what_lies_there_is_left_al
     assert [path.parent.name for path in tmp_path.rglob(".gitignore")] == ["new"]
 
 
-def test_two_runs_have_different_tokens(tmp_path: Path) -> None:
-    first = RunDirectory.create("r1", base=tmp_path)
-    second = RunDirectory.create("r2", base=tmp_path)
-
-    assert first.read_token() != second.read_token()
-
-
 def test_the_directory_of_an_ended_run_is_used_again_without_its_old_status(tmp_path: Path) -> None:
     ended = RunDirectory.create("r1", tmp_path / "out")
     old_token = ended.read_token()
