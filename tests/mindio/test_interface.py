@@ -90,8 +90,8 @@ def test_a_function_of_the_scheduler_can_be_called_as_in_mindio(name: str) -> No
         (framework_ttp.PauseType, 1, "PAUSE RAISE"),
         (
             framework_ttp.ReportState, 0,
-            "RS_NORMAL RS_RETRY RS_UCE RS_UCE_CORRUPTED RS_HCCL_FAILED RS_INIT_FINISH RS_PREREPAIR_FINISH RS_STEP_FINISH "
-            "RS_UNKNOWN",
+            "RS_NORMAL RS_RETRY RS_UCE RS_UCE_CORRUPTED RS_HCCL_FAILED RS_INIT_FINISH RS_PREREPAIR_FINISH "
+            "RS_STEP_FINISH RS_UNKNOWN",
         ),
         (
             framework_ttp.RepairType, 0,

@@ -108,37 +108,6 @@ def test_with_the_next_step_the_nan_is_forgotten() -> None:
     assert nan_in(journal) == ""
 
 
-def test_a_rank_with_a_nan_whose_agent_does_not_end_the_job_says_so_and_takes_no_step() -> None:
-    agent, rank = channel.pair()
-    verifier = Verifier(rank, journal_of([torch.tensor([NAN])]), every=0, nan_limit_s=0.05)
-
-    with pytest.raises(RuntimeError, match="has not ended the job within 0 s"):
-        verifier.look(8, OPTIMIZER, None, are_new=False)
-
-    assert [type(reported) for reported in agent.read_available()] == [from_rank.NanFound]
-    agent.close()
-    rank.close()
-
-
-def test_a_rank_that_is_ordered_to_stop_does_so_behind_its_next_boundary_and_only_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(verification, "_KILL_LIMIT_S", 0.3)
-    agent, rank = channel.pair()
-    verifier = Verifier(rank, Journal(limit_bytes=1), every=1, nan_limit_s=None)
-
-    verifier.stop_if_divergent()
-    not_odd_s = time.monotonic()
-    verifier.mark_divergent()
-    verifier.stop_if_divergent()
-    odd_s = time.monotonic()
-
-    assert odd_s - not_odd_s >= 0.3
-    assert agent.read_available() == [from_rank.StoppedDivergent()]
-    agent.close()
-    rank.close()
-
-
 class Line:
     """What a rank has sent, of each message the boundary and whether it was a full look."""
 
@@ -148,17 +117,39 @@ class Line:
     def looks(self) -> list[tuple[int, bool]]:
         return [(reported.boundary, reported.is_full) for reported in self.agent.read_available()]
 
-    def close(self) -> None:
-        self.agent.close()
-        self.rank.close()
-
 
 @pytest.fixture
 def line() -> Iterator[Line]:
     """The line to the agent."""
     found = Line()
     yield found
-    found.close()
+    found.agent.close()
+    found.rank.close()
+
+
+def test_a_rank_with_a_nan_whose_agent_does_not_end_the_job_says_so_and_takes_no_step(line: Line) -> None:
+    verifier = Verifier(line.rank, journal_of([torch.tensor([NAN])]), every=0, nan_limit_s=0.05)
+
+    with pytest.raises(RuntimeError, match="has not ended the job within 0 s"):
+        verifier.look(8, OPTIMIZER, None, are_new=False)
+
+    assert [type(reported) for reported in line.agent.read_available()] == [from_rank.NanFound]
+
+
+def test_a_rank_that_is_ordered_to_stop_does_so_behind_its_next_boundary_and_only_there(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "_KILL_LIMIT_S", 0.3)
+    verifier = Verifier(line.rank, Journal(limit_bytes=1), every=1, nan_limit_s=None)
+
+    verifier.stop_if_divergent()
+    not_odd_s = time.monotonic()
+    verifier.mark_divergent()
+    verifier.stop_if_divergent()
+    odd_s = time.monotonic()
+
+    assert odd_s - not_odd_s >= 0.3
+    assert line.agent.read_available() == [from_rank.StoppedDivergent()]
 
 
 def test_what_is_new_and_what_follows_a_recovery_is_looked_at_in_full_and_the_rest_now_and_then(line: Line) -> None:
@@ -227,38 +218,32 @@ def test_where_nobody_is_a_replica_of_anybody_nothing_is_looked_at() -> None:
 
 
 def test_weights_that_cannot_be_hashed_are_reported_once_and_no_recovery_counts_as_proved_from_then_on(
-    monkeypatch: pytest.MonkeyPatch,
+    line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(optimizer: torch.optim.Optimizer) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(holdings, "in_full", fail)
-    agent, rank = channel.pair()
-    verifier = Verifier(rank, Journal(limit_bytes=1), every=1, nan_limit_s=None)
+    verifier = Verifier(line.rank, Journal(limit_bytes=1), every=1, nan_limit_s=None)
 
     verifier.look(1, OPTIMIZER, None, are_new=True)
     verifier.prove_from(1)
     verifier.look(2, OPTIMIZER, None, are_new=True)
     verifier.look(4, OPTIMIZER, None, are_new=False)
-    reported = agent.read_available()
+    reported = line.agent.read_available()
 
     assert [type(message) for message in reported] == [from_rank.Note] * 2
     assert "MemoryError: no room" in reported[0].text
     assert "the ranks' weights are not compared" in reported[0].text
     assert "at step 2 the recovery is not proved" in reported[1].text
-    agent.close()
-    rank.close()
 
 
-def test_a_nan_that_the_weights_held_before_the_step_is_blamed_on_no_rank() -> None:
-    agent, rank = channel.pair()
+def test_a_nan_that_the_weights_held_before_the_step_is_blamed_on_no_rank(line: Line) -> None:
     nan = torch.full((4,), NAN)
-    verifier = Verifier(rank, reduced(nan, copies=[nan]), every=0, nan_limit_s=None)
+    verifier = Verifier(line.rank, reduced(nan, copies=[nan]), every=0, nan_limit_s=None)
 
     verifier.look(8, torch.optim.SGD([nan.clone().requires_grad_()]), None, are_new=False)
 
-    (reported,) = agent.read_available()
+    (reported,) = line.agent.read_available()
     assert not reported.is_own
     assert reported.where == "allreduce number 0 of the step, 4 of 4 elements; the weights held it before this step"
-    agent.close()
-    rank.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ttprun.recovery.replicas import KEPT, UNKNOWN, Divergence, Look, Looks, Replicas, why_not_one_whole
 
 
@@ -108,43 +110,29 @@ def test_what_was_looked_at_in_full_is_not_compared_with_what_was_not() -> None:
     assert look is None
 
 
-def test_the_rank_whose_weights_alone_differ_from_the_majority_of_its_peers_is_named() -> None:
-    _, look = after(alike(3), 100, "bcb", is_full=False)
+@pytest.mark.parametrize(
+    ("alike_at", "before", "now", "blamed"),
+    [
+        (1, "aaa", "bcb", (1,)),
+        (1, "aaaaa", "bcbdb", (1, 3)),
+        (1, "aa", "bc", ()),
+        (0, "ab", "cd", None),
+        (0, "ababab", "cdcdxd", (4,)),
+    ],
+    ids=["one of three", "several", "of two nobody", "those that never were alike", "one of its replica group"],
+)
+def test_ranks_that_differ_from_the_majority_of_their_replicas_are_named(
+    alike_at: int, before: str, now: str, blamed: tuple[int, ...] | None
+) -> None:
+    looks, _ = after(Looks(world_size=len(before)), 1, before)
 
-    assert look.divergence == Divergence(boundary=100, agreed_at=1, ranks=(1,), digests=("b", "c", "b"))
-    assert look.differing == {}
+    _, look = after(looks, 100, now, is_full=False)
 
-
-def test_several_ranks_that_differ_are_all_named() -> None:
-    _, look = after(alike(5), 100, "bcbdb", is_full=False)
-
-    assert look.divergence is not None
-    assert look.divergence.ranks == (1, 3)
-
-
-def test_of_two_ranks_that_differ_none_is_blamed() -> None:
-    _, look = after(alike(2), 100, "bc", is_full=False)
-
-    assert look.divergence is not None
-    assert look.divergence.ranks == ()
-    assert "no majority" in look.divergence.sentence
-
-
-def test_ranks_that_never_were_alike_are_left_alone() -> None:
-    looks, _ = after(Looks(world_size=2), 1, "ab")
-
-    _, look = after(looks, 100, "cd", is_full=False)
-
-    assert look.divergence is None
-
-
-def test_of_replica_groups_each_is_compared_in_itself() -> None:
-    looks, _ = after(Looks(world_size=6), 1, "ababab")
-
-    _, look = after(looks, 100, "cdcdxd", is_full=False)
-
-    assert look.divergence is not None
-    assert look.divergence.ranks == (4,)
+    assert (look.divergence and look.divergence.ranks) == blamed
+    if alike_at:
+        assert look.divergence == Divergence(boundary=100, agreed_at=1, ranks=blamed or (), digests=tuple(now))
+        assert look.differing == {}
+        assert ("no majority" in look.divergence.sentence) == (blamed == ())
 
 
 def test_boundaries_of_which_a_rank_never_reports_are_forgotten() -> None:

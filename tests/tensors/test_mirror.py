@@ -100,19 +100,28 @@ def _known_optimizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         _channels.pop().close()
 
 
+def comes_back(lost: Rank, way: str, path: str, make: Make, steps_before: int = 0) -> bool:
+    """Whether a replacement gets from the mirror, in this way, the state that the lost rank has."""
+    expected = lost.state
+    replacement = Rank(make, 2, [])
+    replacement.step(steps_before)
+    if way == "state":
+        mirror.load(path)
+    else:
+        mirror.load_step(path, replacement.optimizer)
+        replacement.optimizer.step()
+    return all(map(torch.equal, replacement.state, expected))
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_rank_lost_after_a_step_comes_back_with_the_state_of_that_step(make: Make, paths: list[str]) -> None:
     lost = Rank(make, 1, paths)
     lost.step(4)
-    expected = lost.state
 
     slot, way = lost.way_to(4)
-    assert way == "state"
-    replacement = Rank(make, 2, [])
-    replacement.step()
-    mirror.load(paths[slot])
 
-    assert all(map(torch.equal, replacement.state, expected))
+    assert way == "state"
+    assert comes_back(lost, way, paths[slot], make, steps_before=1)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -123,31 +132,21 @@ def test_a_rank_lost_inside_a_step_comes_back_by_taking_it_again(make: Make, pat
     lost.record()
     slot, way = lost.way_to(5)
     lost.optimizer.step()
-    expected = lost.state
 
     assert way == "step"
-    replacement = Rank(make, 2, [])
-    replacement.step()
-    mirror.load_step(paths[slot], replacement.optimizer)
-    replacement.optimizer.step()
-
-    assert all(map(torch.equal, replacement.state, expected))
+    assert comes_back(lost, way, paths[slot], make, steps_before=1)
 
 
 def test_until_the_next_state_is_there_the_step_before_it_can_be_taken_again(paths: list[str]) -> None:
     lost = Rank(OPTIMIZERS["adam"], 1, paths)
     lost.step(5)
-    expected = lost.state
 
     lost.session[Mirror].end()
     lost.board.set(0, CELLS[5 % SLOTS], 0)  # as it is while it is being copied
     slot, way = lost.way_to(5)
-    assert way == "step"
-    replacement = Rank(OPTIMIZERS["adam"], 2, [])
-    mirror.load_step(paths[slot], replacement.optimizer)  # it has taken no step of its own yet
-    replacement.optimizer.step()
 
-    assert all(map(torch.equal, replacement.state, expected))
+    assert way == "step"
+    assert comes_back(lost, way, paths[slot], OPTIMIZERS["adam"])  # which has taken no step of its own yet
 
 
 def test_weights_that_the_script_changes_between_its_steps_are_those_that_the_step_begins_with(
@@ -162,14 +161,9 @@ def test_weights_that_the_script_changes_between_its_steps_are_those_that_the_st
     lost.record()
     slot, way = lost.way_to(6)
     lost.optimizer.step()
-    expected = lost.state
 
     assert way == "step"
-    replacement = Rank(OPTIMIZERS["momentum"], 2, [])
-    mirror.load_step(paths[slot], replacement.optimizer)
-    replacement.optimizer.step()
-
-    assert all(map(torch.equal, replacement.state, expected))
+    assert comes_back(lost, way, paths[slot], OPTIMIZERS["momentum"])
 
 
 def test_a_state_that_changes_while_it_is_copied_is_not_used(paths: list[str]) -> None:

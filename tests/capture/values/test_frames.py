@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import sys
 import types
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 from tests.capture.user_values import (
-    Meter,
-    count_up,
     train,
 )
 from tests.capture.values.carrying import (
@@ -21,7 +18,6 @@ from tests.capture.values.carrying import (
 )
 from ttprun.capture import values
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot
-from ttprun.capture.values.snapshot import with_fixed
 
 
 def test_a_function_that_runs_goes_on_with_the_variables_of_the_lost_rank() -> None:
@@ -52,56 +48,6 @@ def test_globals_of_a_module_are_written_in_place() -> None:
     assert here["schedule"] is schedule
     assert schedule == [4, 5, 6]
     assert (here["__name__"], here["torch"], here["train"]) == ("config", torch, train)
-
-
-def test_what_stays_the_same_is_reported_at_each_boundary_and_what_changes_then_too() -> None:
-    """Functions, modules and the like are packed once for each scope; a change of one of them is not missed."""
-    lost: Scope = {
-        "torch": torch,
-        "train": train,
-        "path": pathlib.Path("a"),
-        "meter": Meter(),
-        "device": torch.device("cpu"),
-        "limit": 700,
-        "name": "a",
-    }
-    here: Scope = dict(lost, meter=Meter())
-    stepped: dict[int, int] = {}
-    for step in range(8):
-        values.begin_boundary()
-        lost["meter"].update(step)
-        if step == 2:
-            lost["path"] = pathlib.Path("b")
-        if step == 3:
-            lost["train"] = count_up
-        if step == 4:
-            del lost["device"]
-            lost["limit"] = 701
-        if step == 5:
-            lost["name"] = lost.pop("name") + "b"
-            lost["new"] = 1
-        recorded = values.unpack_named(values.pack(Snapshot(stepped).variables(lost, "a scope of this test")))
-        Restore([], is_comparing=True).module(here, recorded, "")
-
-        assert here["meter"].count == step + 1
-        assert {name: here[name] for name in here if name != "meter"} == {
-            name: lost[name] for name in lost if name != "meter"
-        }
-
-
-def test_an_attribute_that_a_function_is_given_after_some_steps_is_recorded() -> None:
-    stepped: dict[int, int] = {}
-    reported = []
-    try:
-        for step in range(5):
-            if step > 2:
-                count_up.calls = step  # type: ignore[attr-defined]
-            found = Snapshot(stepped).variables({"count_up": count_up, "device": torch.device("cpu")}, "another scope")
-            reported.append(getattr(with_fixed(found)["count_up"], "attributes", None))
-    finally:
-        del count_up.calls  # type: ignore[attr-defined]
-
-    assert reported == [None, None, None, {"calls": 3}, {"calls": 4}]
 
 
 def test_a_variable_of_a_function_that_the_lost_rank_has_deleted_is_unset() -> None:

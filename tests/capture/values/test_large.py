@@ -45,6 +45,9 @@ TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "larger memory": lambda one: one.untyped_storage().resize_(80_000_000),
     "fewer numbers": lambda one: one.resize_(100_000),
     "more numbers": lambda one: one.resize_(20_000_000),
+    "another shape": lambda one: one.unsqueeze_(0),
+    "other memory": lambda one: setattr(one, "data", torch.ones(ELEMENTS + 1)),
+    "another type": lambda one: setattr(one, "data", torch.ones(ELEMENTS, dtype=torch.float64)),
 }
 
 
@@ -60,6 +63,7 @@ def test_whatever_is_done_to_a_tensor_behind_many_boundaries_is_seen(change: str
 
     assert set(map(type, before)) == {DataNode}
     assert behind[0] != before[-1]
+    assert (behind[0].shape, f"torch.{behind[0].dtype}") == (list(tensor.shape), str(tensor.dtype))
     assert [node for node in behind if node == before[-1]] == []
 
 

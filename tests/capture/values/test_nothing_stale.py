@@ -31,7 +31,7 @@ from tests.capture.values.carrying import (
     carry,
     record,
 )
-from ttprun.capture.records.nodes import DataNode, ListNode, Number, ValueObjectNode, WeightNode
+from ttprun.capture.records.nodes import ListNode, Number, ValueObjectNode, WeightNode
 from ttprun.capture.values import CannotRestoreError, Restore
 from ttprun.capture.values.snapshot import Snapshot, with_fixed
 
@@ -121,32 +121,6 @@ def test_another_module_of_the_same_name_is_not_taken_for_the_one_before() -> No
         found = record({"number": number}, key="of one name", is_lasting=True)[0]
 
         assert with_fixed(found) == {"number": number}
-
-
-LARGE_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "one number": lambda one: one[3].fill_(7.0),
-    "all numbers, unseen by its version": lambda one: one.data.fill_(7.0),
-    "another shape": lambda one: one.unsqueeze_(0),
-    "another size": lambda one: one.resize_(50_000).fill_(1.0),
-    "other memory": lambda one: setattr(one, "data", torch.ones(50_000)),
-    "another type": lambda one: setattr(one, "data", torch.ones(40_000, dtype=torch.float64)),
-}
-
-
-@pytest.mark.parametrize("change", LARGE_TENSORS)
-def test_a_large_tensor_that_changes_behind_many_boundaries_comes_as_it_is_now(change: str) -> None:
-    lost = big(1.0)
-    nothing: dict[int, int] = {}
-    for _ in range(3):
-        before = Snapshot(nothing).node(lost, 0)
-
-    LARGE_TENSORS[change](lost)
-    found = Snapshot(nothing).node(lost, 0)
-
-    assert isinstance(before, DataNode)
-    assert found != before
-    assert found.shape == list(lost.shape)
-    assert str(lost.dtype) == f"torch.{found.dtype}"
 
 
 def test_a_large_tensor_that_an_optimizer_has_now_is_reported_as_a_weight() -> None:

@@ -98,22 +98,6 @@ def test_variables_of_a_users_file_that_was_run_as_a_module_by_hand_come_back() 
     assert live.rate == 0.1
 
 
-@pytest.mark.parametrize("held", [Bare, (Bare, 1), {"kind": Bare}], ids=["class", "tuple", "dictionary"])
-def test_an_attribute_that_a_class_without_any_is_given_behind_the_first_boundary_comes_back(held: Any) -> None:
-    lost: Scope = {"held": held, "step": 0}
-    for lost["step"] in range(2):
-        record(lost, key=str(held))
-
-    Bare.best = 7  # type: ignore[attr-defined]
-    recorded, blobs = record(lost, key=str(held))
-    del Bare.best  # type: ignore[attr-defined]
-    Restore(blobs, is_comparing=True).module({"held": held, "step": 0}, recorded, "")
-
-    found = vars(Bare).get("best")
-    del Bare.best  # type: ignore[attr-defined]
-    assert found == 7
-
-
 def given(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
