@@ -35,11 +35,7 @@ WHILE_TRUE = "while_true_get_batch.py"  # 40 steps
 TRAINER = "trainer_class.py"
 TWO_OPTIMIZERS = "iter_next_two_optimizers.py"
 PLAIN = "plain_tensors.py"  # 40 steps
-NOT_PROVED = (
-    "keeps_much.py",
-    "leaves_traces.py",
-    "dear_study.py",
-)  # of no other script is anything named as not proved
+NOT_PROVED = ("dear_study.py",)  # of no other script is anything named as not proved
 RUN_LIMIT_S = 360.0  # against hanging: most runs take 5 to 10 s, the longest 60
 ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher, set by a person, or by pytest and torch in the tests' process.

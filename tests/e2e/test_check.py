@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.harness import SCRIPTS, environment
 
 LIMIT_S = 400.0
@@ -55,45 +53,4 @@ def test_a_script_that_cannot_be_replayed_is_refused_with_the_reason_and_the_cur
     refused = [row for row in report["rows"] if row["result"] == "refused"]
     assert any("batch" in row["detail"] for row in refused), report
     assert any("let dataset and sampler give the same" in row["cure"] for row in refused), report
-    assert code == 1
-
-
-@pytest.mark.parametrize("script", ["trainer_class.py"])
-def test_scripts_with_loaders_and_classes_are_found_exact(tmp_path: Path, script: str) -> None:
-    code, report = check(tmp_path / "project", script)
-
-    assert report["differences"] == [], report
-    assert {row["result"] for row in report["rows"]} == {"exact"}, report
-    assert code == 0
-
-
-def test_a_script_that_differs_from_itself_is_not_called_exact(tmp_path: Path) -> None:
-    code, report = check(tmp_path / "project", "unreplayable.py")
-
-    assert "exact" not in {row["result"] for row in report["rows"]}, report
-    assert "the script is not reproducible by itself" in report["problem"], report
-    assert "differs between two runs under plain torchrun" in report["problem"], report
-    assert code == 1
-
-
-FOUND = {
-    "lr": "lr of group 0 of optimizer 1 (SGD) in rank 0 is not as under torchrun, after step 0: 0.1 instead of 0.2",
-    "exit": "the exit code is not as under torchrun, at the end: 1 instead of 0",
-}
-
-
-@pytest.mark.parametrize("what", FOUND)
-def test_a_script_that_ttprun_changes_is_found_out_beside_torchrun(tmp_path: Path, what: str) -> None:
-    code, report = check(tmp_path / "project", "notices_ttprun.py", "--what", what, options=("--steps", "5"))
-
-    assert report["problem"].startswith("ttprun itself changes this script: "), report
-    assert FOUND[what] in report["problem"]
-    assert (report["rows"], code) == ([], 1)
-
-
-def test_a_script_that_fails_by_itself_is_a_problem(tmp_path: Path) -> None:
-    code, report = check(tmp_path / "project", "plain_tensors.py", "--no-such-option")
-
-    assert "fails by itself" in report["problem"]
-    assert any("unrecognized arguments" in line for line in report["tail"]), report
     assert code == 1

@@ -19,7 +19,6 @@ ROOM_FOR_ONE = 50 << 20  # bytes; a rank of device_layouts.py, 256 wide, has 47 
     [
         ("uce-high:rank=1,step=12,phase=forward", "rerun", "memory-persistent", [1, 1]),
         ("uce-low:rank=1,step=12,phase=backward", "rerun", "memory-temporary", [1, 1]),
-        ("ecc:rank=1,step=0,phase=forward", "replace", "memory-corrupted", [1, 2]),
         ("uce-fatal:rank=0,step=12,phase=before_step", "replace", "memory-outside-pool", [2, 1]),
         ("device-lost:rank=1,step=12,phase=after_step", "replace", "device-lost", [1, 2]),
         ("link:rank=1,step=12,phase=collective", "rerun", "link", [1, 1]),

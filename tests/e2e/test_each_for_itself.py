@@ -42,19 +42,13 @@ def assert_repaired_alone(run: Run, reference: Run, incidents: int = 1) -> None:
 @pytest.mark.parametrize(
     ("faults", "arguments"),
     [
-        (["kill:rank=1,step=20,phase=backward"], MORE),
         (["kill:rank=0,step=20,phase=after_step", "kill:rank=1,step=20,phase=forward"], []),
-        (["kill:rank=1,step=45,phase=backward"], MORE),  # when rank 0 has ended
         (["kill:rank=1,step=9,phase=forward", "kill:rank=1,phase=replay"], []),
-        (["exception:rank=1,step=20,phase=backward"], []),
         (["kill:rank=1,step=20,phase=backward"], ["--group", "ends", *MORE]),
     ],
     ids=[
-        "rank 1",
         "both at once",
-        "when another has ended",
         "its replacement too",
-        "exception",
         "group made at the end",
     ],
 )
@@ -65,56 +59,6 @@ def test_a_rank_without_a_process_group_is_repaired_alone(
 
     incidents = len(faults) if "replay" not in faults[-1] else 1
     assert_repaired_alone(run, undisturbed(SCRIPT, 2, arguments), incidents)
-
-
-def test_a_rank_that_is_killed_before_anybody_has_taken_a_step_runs_from_the_top(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    """Whether it will make a group with the others is not known yet."""
-    run = run_ttprun(SCRIPT, 2, faults=["kill:rank=1,phase=start"])
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed(SCRIPT, 2))
-    assert_survivors_kept_their_pids(run)
-
-
-def test_a_rank_that_hangs_for_itself_is_found_and_repaired_alone(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    options = ["--hang-timeout-s", "3"]
-
-    run = run_ttprun(SCRIPT, 2, faults=["sleep:rank=1,step=20,phase=forward"], options=options)
-
-    assert run.incidents[0]["kind"] == "hang", run.story()
-    assert_repaired_alone(run, undisturbed(SCRIPT, 2))
-
-
-def test_a_group_that_is_made_late_ends_what_is_each_rank_s_own(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    """One rank is lost before it, and another one when all train together: that is repaired from the other.
-
-    The first optimizer, which the script has dropped, is not counted any more.
-    """
-    arguments, faults = ["--group", "late"], ["kill:rank=1,step=8,phase=forward", "kill:rank=0,step=30,phase=backward"]
-
-    run = run_ttprun(SCRIPT, 2, faults=faults, script_args=arguments)
-
-    assert_only_replaced(run, 2)
-    assert run.hashes == undisturbed(SCRIPT, 2, arguments).hashes, run.story()
-    assert run.status["generation"] == 1, run.story()
-
-
-def test_a_rank_whose_steps_cannot_be_replayed_says_what_that_costs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    run = run_ttprun(SCRIPT, 2, faults=["kill:rank=1,step=20,phase=backward"], script_args=["--unseeded"])
-
-    (incident,) = run.incidents
-    assert (incident["rung"], incident["outcome"], incident["steps_lost"]) == ("rewind", "recovered", 19), run.story()
-    assert "it alone goes back to its step 1, and its steps since are lost" in run.output, run.story()
-    assert run.hashes[0] == undisturbed(SCRIPT, 2).hashes[0]
-    assert_survivors_kept_their_pids(run)
 
 
 def kept_by(launch: Launch, rank: int) -> int:

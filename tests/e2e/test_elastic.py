@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -236,41 +235,3 @@ def test_a8_when_no_node_comes_in_time_the_state_is_saved_and_the_job_may_be_sta
     assert "1 of at least 2 nodes are there" in run.output, run.story()
     saved = run.status["checkpoint"]
     assert (saved["cause"], saved["reason"], saved["boundary"]) == ("dying gasp", "", 12), run.story()
-
-
-def test_a_lost_leader_of_an_elastic_job_is_left_out_and_the_next_one_goes_on_with_the_others(tmp_path: Path) -> None:
-    with Nodes(3) as nodes:
-        job = Job(nodes, tmp_path, "1:3", 120, "3,6")
-        _, second, _ = job.begun(1, 2)
-        job.open(3)
-        second.wait_for_line(0, "step 6 ")
-        wait_until(lambda: '"compared"' in (tmp_path / "0/run/events.jsonl").read_text())
-        nodes.end_processes(0)
-        del job.launches["0"]
-        wait_until(lambda: any('"regroup"' in (tmp_path / f"{n}/run/events.jsonl").read_text() for n in "12"))
-        job.open(6)
-        runs = job.finished()
-
-    leader = next(run for run in runs.values() if run.status["is_leading"])
-    assert [run.exit_code for run in runs.values()] == [0, 0], leader.story()
-    assert [(outcome, lost) for outcome, _, lost in resizes(leader)] == [("recovered", 0)], leader.story()
-    assert leader.counts == [2] * 120, leader.story()
-
-
-def test_a_leader_that_is_lost_before_the_first_step_after_a_resize_costs_no_step(tmp_path: Path) -> None:
-    with Nodes(3) as nodes:
-        job = Job(nodes, tmp_path, "1:3", 120, "3")
-        job.begun(1, 2)
-        events = tmp_path / "0/run/events.jsonl"
-        resized = re.compile('"outcome": "open".*"phase": "RUNNING"')  # all stand at the resize's boundary
-        wait_until(lambda: resized.search(events.read_text()) is not None)
-        nodes.end_processes(0)
-        del job.launches["0"]
-        wait_until(lambda: any('"regroup"' in (tmp_path / f"{n}/run/events.jsonl").read_text() for n in "12"))
-        job.open(3)
-        runs = job.finished()
-
-    leader = next(run for run in runs.values() if run.status["is_leading"])
-    assert [run.exit_code for run in runs.values()] == [0, 0], leader.story()
-    assert resizes(leader) == [("recovered", 3, 0)], leader.story()
-    assert leader.counts == [2] * 120, leader.story()

@@ -36,7 +36,6 @@ def groups_of(run: Run) -> dict[str, tuple[int, ...]]:
     ("script", "fault"),
     [
         (EXPERTS, "kill:rank=1,step=9,phase=backward"),
-        (EXPERTS, "kill:rank=0,step=9,phase=validation"),
         (CONTEXT, "kill:rank=1,step=9,phase=in_step"),
     ],
 )
@@ -53,9 +52,6 @@ def test_of_two_ranks_that_exchange_tokens_one_is_replaced_and_nothing_differs(
 @pytest.mark.parametrize(
     ("script", "case"),
     [
-        (CONTEXT, ": kill:rank=1,step=9,phase=backward kill:rank=2,step=9,phase=backward"),
-        (EXPERTS, ": kill:rank=0,step=5,phase=validation kill:rank=3,step=12,phase=in_step"),
-        (CONTEXT, ": kill:rank=1,step=0,phase=forward"),
         (EXPERTS, "--replicas 2: kill:rank=1,step=9,phase=backward kill:rank=2,step=9,phase=backward"),
         (CONTEXT, "--replicas 2: kill:rank=0,step=5,phase=forward kill:rank=1,step=9,phase=in_step"),
     ],

@@ -13,7 +13,6 @@ from tests.e2e.harness import RunTtprun, Undisturbed
 from tests.e2e.test_frameworks import assert_replaced_and_the_same
 
 LORA = "frameworks/peft_lora.py"  # 20 steps in 2 epochs
-AVERAGE = "frameworks/ema_copy.py"  # 12 steps in 2 epochs
 TRL = "frameworks/trl_trainer.py"  # 10 steps in 2 epochs
 
 
@@ -21,7 +20,6 @@ TRL = "frameworks/trl_trainer.py"  # 10 steps in 2 epochs
 @pytest.mark.parametrize(
     "case",
     [
-        "--own-loop --save: kill:rank=1,step=13,phase=backward",
         "--save: kill:rank=1,step=13,phase=backward",
     ],
 )
@@ -29,20 +27,6 @@ def test_a_rank_that_trains_adapters_on_frozen_weights_is_replaced_and_nothing_d
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
     assert_replaced_and_the_same(run_ttprun, undisturbed, LORA, case)
-
-
-@needs("accelerate")
-@pytest.mark.parametrize(
-    "case",
-    [
-        "--save: kill:rank=1,step=9,phase=backward",
-        "--ema swa --save: kill:rank=0,step=11,phase=checkpoint",
-    ],
-)
-def test_a_rank_that_keeps_an_average_of_its_weights_is_replaced_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
-) -> None:
-    assert_replaced_and_the_same(run_ttprun, undisturbed, AVERAGE, case)
 
 
 @needs("trl", "test-more-frameworks")

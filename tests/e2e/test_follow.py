@@ -59,17 +59,6 @@ def test_a_rank_that_trains_in_a_framework_that_an_earlier_run_has_met_is_replac
     assert "follow" not in result.output
 
 
-def test_a_rank_that_trains_in_a_followed_framework_is_replaced_and_its_log_holds_each_line_once(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], script: Path
-) -> None:
-    result = run_ttprun(str(script), 2, faults=[KILL], options=["--follow", "mytrainer.loop", "--follow", "not_there"])
-
-    assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed(PLAIN, 2))
-    lines = (result.folder / "log1.txt").read_text().splitlines()
-    assert [line.split()[0] for line in lines] == [str(number + 1) for number in range(40)]
-
-
 STREAMS = """
 def repeated(make):
     taken = 0

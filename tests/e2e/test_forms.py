@@ -34,7 +34,7 @@ def test_a_script_of_any_two_parts_loses_two_ranks_which_are_replaced_and_nothin
     assert_same_outcome(run, reference)
 
 
-@pytest.mark.parametrize("spread", ["fsdp1", "fsdp1 original"])
+@pytest.mark.parametrize("spread", ["fsdp1"])
 def test_a_job_of_fsdp1_that_is_ended_in_mid_step_is_resumed_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path, spread: str
 ) -> None:

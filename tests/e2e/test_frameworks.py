@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.cases import RETRY, needs, plain, recovered_and_undisturbed
+from tests.e2e.cases import needs, plain, recovered_and_undisturbed
 from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_same_outcome
 
 TRANSFORMERS = "frameworks/transformers_trainer.py"  # 20 steps, 10 with --accumulate 2
@@ -30,11 +30,6 @@ _MEASURED = ("runtime", "per_second")
     "case",
     [
         "--accumulate 2 --evaluate --save --callback: kill:rank=1,step=7,phase=backward",
-        ": kill:rank=0,step=1,phase=forward",
-        "--accumulate 2 --evaluate --save --best --metrics: kill:rank=0,step=9,phase=backward",
-        "--save --find-last: kill:rank=0,step=9,phase=backward",
-        "--group-by-length --callback: kill:rank=1,step=13,phase=backward",
-        "--iterable --max-steps 16: kill:rank=1,step=13,phase=backward",
     ],
 )
 def test_a_rank_of_a_transformers_trainer_is_replaced_and_its_checkpoints_and_logs_are_the_same(
@@ -48,9 +43,7 @@ def test_a_rank_of_a_transformers_trainer_is_replaced_and_its_checkpoints_and_lo
     "case",
     [
         "--accumulate 2 --save: kill:rank=1,step=7,phase=backward",
-        ": kill:rank=0,step=1,phase=forward",
         "--save: kill:rank=1,step=12,phase=validation",
-        "--skip 3: kill:rank=1,step=4,phase=backward",
     ],
 )
 def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_and_saved_is_the_same(
@@ -64,7 +57,6 @@ def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_
     [
         "--epochs 1: kill:rank=1,step=7,phase=backward",
         "--stateful: kill:rank=1,step=17,phase=backward",
-        "--stateful --workers 0: kill:rank=0,step=8,phase=after_step",
     ],
 )
 def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_and_nothing_differs(
@@ -80,50 +72,12 @@ def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_
     "case",
     [
         "--save: kill:rank=1,step=10,phase=validation",
-        "--save --supervised: kill:rank=0,step=25,phase=backward",
-        "--over-training --workers 1: kill:rank=1,step=12,phase=after_step",
     ],
 )
 def test_a_rank_of_an_engine_of_ignite_is_replaced_and_its_checkpoints_and_metrics_are_the_same(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
     assert_replaced_and_the_same(run_ttprun, undisturbed, IGNITE, case)
-
-
-@needs("transformers")
-@pytest.mark.parametrize(
-    ("script", "case"),
-    [
-        (ACCELERATE, "--accumulate 2 --save: exception:rank=1,step=7,phase=backward"),
-    ],
-)
-def test_a_rank_that_meets_a_transient_error_trains_on_in_its_process_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, case: str
-) -> None:
-    assert_replaced_and_the_same(run_ttprun, undisturbed, script, case, rung="rerun", options=RETRY)
-
-
-@needs("transformers")
-def test_a_rank_is_replaced_after_the_framework_has_resumed_from_its_own_checkpoint(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    checkpoint = undisturbed(TRANSFORMERS, 2, ["--save"]).folder / "checkpoints" / "checkpoint-16"
-
-    assert_replaced_and_the_same(
-        run_ttprun, undisturbed, TRANSFORMERS, f"--save --resume {checkpoint}: kill:rank=1,step=2,phase=backward"
-    )
-
-
-@needs("accelerate")
-def test_without_a_mirror_weights_that_differ_between_ranks_with_local_sgd_come_from_a_snapshot(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    kill, options = "kill:rank=1,step=15,phase=backward", ["--buddy", "off"]
-
-    result = run_ttprun(ACCELERATE, 2, faults=[kill], options=options, script_args=["--local-sgd", "4"])
-
-    assert [incident["rung"] for incident in result.incidents] == ["rewind"], result.story()
-    assert result.hashes == undisturbed(ACCELERATE, 2, ["--local-sgd", "4"]).hashes, result.story()
 
 
 def assert_replaced_and_the_same(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests import simulated_npu
 from tests.e2e.harness import REPOSITORY, environment
 
 CHECK = str(REPOSITORY / "scripts" / "gpu_check" / "check.py")
@@ -37,34 +36,6 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_facts_of_torch_and_the_error_of_a_lost_peer_are_reported(tmp_path: Path) -> None:
-    report = tmp_path / "report.md"
-
-    done = check(report, "--device=cpu", "--only", "A", "B", "H", "I")
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = rows_of(report)
-    assert rows["B1 returns: a synchronous allreduce of the backend returns"]["found"] == "Work"
-    assert "Connection" in rows["B3 dead peer with ttprun's variables, 1: work.exception()"]["found"]
-    assert rows["a peer is killed, gloo"]["values"]["fault"] == "link"
-    assert rows["a captured all_reduce"]["verdict"] == "left out"
-    assert "## B. torch and NCCL without ttprun (" in report.read_text(encoding="utf-8")
-
-
-def test_the_questions_for_a_card_can_be_asked_of_the_processor(tmp_path: Path) -> None:
-    report = tmp_path / "report.md"
-
-    done = check(report, "--device=cpu", "--questions")
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = rows_of(report)
-    assert {what.split()[0] for what in rows if what[0] == "Q"} == {f"Q{number}" for number in (1, 3, 4, 5, 6, 7, 8, 9)}
-    assert rows["Q1 abort under a gate alone: what is behind the gate"]["values"]["holds"]
-    assert rows["Q1 abort under a gate alone: what is behind the gate then"]["values"]["runs"]
-    assert rows["Q5 opened on the device: a gate whose operation has succeeded opens"]["values"]["n"] == 20
-    assert rows["Q5 opened on the device: a gate whose operation has failed opens"]["values"]["n"] == 0
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so run the check itself")
 def test_on_the_processor_a_kill_in_each_phase_is_replaced_and_steps_are_measured(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
@@ -81,25 +52,3 @@ def test_on_the_processor_a_kill_in_each_phase_is_replaced_and_steps_are_measure
     warm = rows["killed in backward, the standby was ready"]["values"]
     assert warm["incident"]["rung"] == "replace"
     assert warm["gap_s"] > warm["step_s"]
-
-
-def test_on_the_processor_scripts_of_four_kinds_are_repaired(tmp_path: Path) -> None:
-    report = tmp_path / "report.md"
-
-    done = check(report, "--device=cpu", "--only", "D", "E", "K")
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    judged = [row for row in rows_of(report).values() if row["verdict"] != "left out"]
-    assert len(judged) == 5
-    assert all(row["found"].startswith("replace (") for row in judged)
-
-
-def test_on_the_simulated_npu_noise_a_hang_and_failed_memory_are_repaired(tmp_path: Path) -> None:
-    simulated_npu.on_path()
-    report = tmp_path / "report.md"
-
-    done = check(report, "--only", "D", "E", GPU_CHECK_DEVICE="npu")
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    rungs = [row["found"].split()[0] for row in rows_of(report).values()]
-    assert rungs == ["replace", "replace", "replace", "rerun"]

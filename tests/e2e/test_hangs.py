@@ -6,10 +6,7 @@ longer than a run; what limits are learnt from is tested on a fake clock in test
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import pytest
 
 from tests.e2e.harness import (
     EPOCHS,
-    PLAIN,
     WHILE_TRUE,
     Run,
     RunTtprun,
@@ -34,16 +30,12 @@ LIMIT = ["--hang-timeout", "2"]
 HANGS = [
     # script, ranks, fault, how it is told
     (WHILE_TRUE, 2, "stop:rank=1,step=12,phase=forward", "its process was stopped by a signal"),
-    (WHILE_TRUE, 2, "sleep:rank=0,step=9,phase=before_step", "its main thread is in a call that does not return"),
     (WHILE_TRUE, 2, "deadlock:rank=1,step=12,phase=in_step", "one of its threads holds the GIL and makes no progress"),
-    (WHILE_TRUE, 2, "skip-collective:rank=1,step=12,phase=backward", "it waits elsewhere than the others"),
 ]
 
 SECOND_FAULTS = [
     # phase, the rank that it strikes: the source of the state (0), another survivor (2)
-    ("freeze", 2),
     ("transfer", 0),
-    ("thaw", 2),
 ]
 
 
@@ -74,56 +66,6 @@ def test_an_endless_loop_is_found_later_since_it_might_be_work(run_ttprun: RunTt
     assert "it works, but does not arrive" in result.incidents[0]["reason"]
     (hung,) = events_named(result, "rank_hung")
     assert (hung["way"], hung["limit_s"]) == ("busy", 10.0), result.story()
-
-
-def test_an_endless_loop_behind_a_backward_pass_is_not_taken_for_waiting_in_a_collective(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    """DDP waits for its all-reduces without telling us, so that the board still says that the rank is in one."""
-    options = ["--hang-timeout", "1", "--commit-timeout-s", "3"]
-    result = run_ttprun(WHILE_TRUE, 2, faults=["busy:rank=1,step=12,phase=before_step"], options=options)
-
-    assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
-
-
-def test_a_rank_that_is_slow_for_a_step_is_reported_once_and_left_alone(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    result = run_ttprun(
-        WHILE_TRUE, 2, faults=["sleep:rank=1,step=20,phase=forward,seconds=4"], options=["--hang-timeout", "60"]
-    )
-
-    assert result.incidents == [], result.story()
-    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
-    assert events_named(result, "fault_injected")
-    (straggler,) = events_named(result, "straggler")
-    assert (straggler["rank"], straggler["step"]) == (1, 20)
-    assert "rank 1 holds up step 20" in result.output
-
-
-def test_a_silent_link_is_found_too_where_the_script_waits_for_each_collective_itself(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    result = run_ttprun(PLAIN, 3, faults=["silent:rank=0,step=4,phase=backward"], options=LIMIT)
-
-    (incident,) = result.incidents
-    assert (incident["kind"], incident["rung"], incident["outcome"]) == ("connection", "reconnect", "recovered"), (
-        result.story()
-    )
-    assert "all ranks are in allreduce" in incident["reason"], result.story()
-    assert_same_outcome(result, undisturbed(PLAIN, 3))
-
-
-def test_a_rank_that_leaves_a_collective_out_and_waits_in_the_next_one_like_all_others_is_found(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    result = run_ttprun(EPOCHS, 3, faults=["skip-collective:rank=0,step=20,phase=collective"], options=LIMIT)
-
-    assert_only_replaced(result)
-    assert result.incidents[0]["ranks"] == [0]
-    assert "rank 0 has issued" in result.incidents[0]["reason"], result.story()
-    assert_same_outcome(result, undisturbed(EPOCHS, 3))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +106,7 @@ def test_a_survivor_that_is_killed_in_a_recovery_is_replaced_too(
     assert_survivors_kept_their_pids(result)
 
 
-@pytest.mark.parametrize(("phase", "rank"), [("replay", 1), ("freeze", 0)])
+@pytest.mark.parametrize(("phase", "rank"), [("replay", 1)])
 def test_a_rank_that_is_stopped_in_a_recovery_is_found_and_replaced(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str, rank: int
 ) -> None:
@@ -178,48 +120,9 @@ def test_a_rank_that_is_stopped_in_a_recovery_is_found_and_replaced(
     assert_same_outcome(result, undisturbed(EPOCHS, 3))
 
 
-def test_a_hang_of_a_job_that_cannot_be_repaired_is_only_reported(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    result = run_ttprun(
-        WHILE_TRUE, 2, faults=["stop:rank=1,step=12,phase=forward,seconds=13"], options=["--config", "torchrun"]
-    )
-
-    assert result.incidents == [], result.story()
-    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
-    (hung,) = events_named(result, "rank_hung")
-    assert (hung["rank"], hung["way"]) == (1, "stopped")
-
-
 def events_named(result: Run, name: str) -> list[dict[str, Any]]:
     """Events of one name, in order."""
     return [event for event in result.events if event["event"] == name]
-
-
-def test_the_stacks_of_all_ranks_can_be_had_at_any_time_and_change_nothing(
-    start_ttprun: StartTtprun, undisturbed: Undisturbed
-) -> None:
-    launch = start_ttprun(WHILE_TRUE, 3, faults=["sleep:rank=1,step=12,phase=forward,seconds=15"])
-    launch.wait_for_event("fault_injected")
-
-    reports = [stacks_of(launch.folder) for _ in range(3)]
-
-    for report in reports:
-        assert [rank["rank"] for rank in report["ranks"]] == [0, 1, 2]
-        assert all("while_true_get_batch.py" in rank["main"] for rank in report["ranks"]), report
-    assert reports[0]["ranks"][1]["doing"] == "computing"
-    result = launch.finish()
-    assert result.incidents == [], result.story()
-    assert_same_outcome(result, undisturbed(WHILE_TRUE, 3))
-
-
-def stacks_of(folder: Path) -> dict[str, Any]:
-    """What `ttprun stacks` prints of the run in a test's folder."""
-    command = [sys.executable, "-m", "ttprun", "stacks", str(folder / "run"), "--json"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert printed.returncode == 0, printed.stderr
-    report: dict[str, Any] = json.loads(printed.stdout)
-    return report
 
 
 def test_a_rank_that_hangs_again_in_the_same_step_ends_the_job_with_its_stack_at_the_time_limit_of_its_group(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import Launch, Run, StartTtprun, Undisturbed, assert_no_orphans
-from tests.nodes import Nodes, free_port, why_none
+from tests.nodes import Nodes, free_port
 
 GATED = "gated_steps.py"  # 40 steps; waits before step 12 for the gate
-PREEMPTED = 143
 
 
 class Pods:
@@ -99,40 +97,3 @@ def test_a_pod_that_comes_back_with_its_index_takes_its_place_and_no_step_is_los
     assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [lost])]
     assert leader.incidents[0]["steps_lost"] == 0, leader.story()
     assert not list(tmp_path.glob("save/leader-*")), "what a job that has ended leaves"
-
-
-@pytest.mark.skipif(bool(why_none()), reason=why_none())
-def test_without_a_name_the_first_pod_does_not_find_the_job_which_saves_and_both_go_on_in_another_start(
-    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    with Nodes(2) as nodes:  # on one machine, who leads next may have taken the port
-        pods = Pods(start_ttprun, tmp_path, "--node-wait-s", "1", nodes=nodes)
-        pods.start_at_gate()
-
-        pods.kill(0)
-        pods.start(0)
-        other = pods.numbered[1].finish()
-        pods.start(1)
-        runs = pods.finish()
-
-    assert other.exit_code == PREEMPTED, other.story()
-    assert_trained_as(undisturbed(GATED, 2), runs)
-    assert {run.status["resume"]["outcome"] for run in runs} == {"recovered"}, runs[0].story()
-
-
-def test_a_spare_pod_ends_as_the_others_do_so_that_it_is_started_again_with_them(
-    start_ttprun: StartTtprun, tmp_path: Path
-) -> None:
-    pods = Pods(start_ttprun, tmp_path, "--nnodes", "2:3", size=3)
-    pods.start_at_gate()
-    leader = next(index for index in range(2) if pods.status(index)["is_leading"])
-    pods.start(2)
-    pods.numbered[leader].wait_for_event("node_waits")
-
-    pods.numbered[0].process.send_signal(signal.SIGTERM)
-    runs = pods.finish()
-
-    assert [run.exit_code for run in runs] == [PREEMPTED] * 3, runs[2].story()
-    assert sum(run.output.count("the job has ended: ") for run in runs) == 1, "once a job"
-    for run in runs:
-        assert_no_orphans(run)

@@ -19,7 +19,6 @@ from tests.e2e.cases import needs, plain, recovered_and_undisturbed
 from tests.e2e.harness import Run, RunTtprun, Undisturbed
 
 TRAINER = "frameworks/lightning_trainer.py"  # 3 epochs of 10 steps
-FABRIC = "frameworks/fabric_loop.py"  # 3 epochs of 5 steps
 
 pytestmark = needs("lightning")
 
@@ -27,13 +26,8 @@ pytestmark = needs("lightning")
 @pytest.mark.parametrize(
     "case",
     [
-        "--epochs 2: kill:rank=0,step=10,phase=forward",
-        ": kill:rank=1,step=1,phase=forward",
-        ": kill:rank=0,step=20,phase=checkpoint",
-        "--bar tqdm --save-every 4: kill:rank=0,step=16,phase=checkpoint",
         "--logger tensorboard: kill:rank=0,step=20,phase=checkpoint",
         "--manual: kill:rank=0,step=13,phase=backward",
-        "--accumulate 3 --clip 0.5 --half-epochs: kill:rank=0,step=6,phase=backward",
     ],
 )
 def test_a_rank_of_a_lightning_trainer_is_replaced_and_its_checkpoints_and_logs_are_the_same(
@@ -42,13 +36,6 @@ def test_a_rank_of_a_lightning_trainer_is_replaced_and_its_checkpoints_and_logs_
     if "tensorboard" in case:
         pytest.importorskip("tensorboard")
     assert_replaced_and_the_same(run_ttprun, undisturbed, TRAINER, case)
-
-
-@pytest.mark.parametrize("kill", ["kill:rank=0,step=5,phase=checkpoint"])
-def test_a_rank_that_trains_with_fabric_is_replaced_and_its_checkpoints_and_logs_are_the_same(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, kill: str
-) -> None:
-    assert_replaced_and_the_same(run_ttprun, undisturbed, FABRIC, f": {kill}")
 
 
 def assert_replaced_and_the_same(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -56,34 +55,3 @@ def test_a_replacement_that_is_killed_between_its_fork_and_its_first_word_is_rep
     gate.touch()
 
     assert_recovered_like(launch.finish(), undisturbed(GATED, 2))
-
-
-def test_ranks_that_are_all_stopped_for_a_while_are_not_all_taken_for_hung(
-    start_ttprun: Callable[..., Launch], undisturbed: Callable[..., Run], tmp_path: Path
-) -> None:
-    """The last one that holds the state is left alone: it may go on, as after `scontrol suspend` and `resume`."""
-    gate = tmp_path / "gate"
-    launch = start_ttprun(GATED, 3, script_args=["--gate", str(gate)], options=["--hang-timeout-s", "2"])
-    launch.wait_for_line(0, "step 11 ")
-
-    for pid in started(launch):
-        os.kill(pid, signal.SIGSTOP)
-    launch.wait_for_event("rank_killed")
-    time.sleep(LOOKED_S)
-    gate.touch()
-    for pid in started(launch)[:3]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-    assert_recovered_like(launch.finish(), undisturbed(GATED, 3))
-
-
-def test_survivors_wait_for_an_agent_that_stands_still_and_go_on(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
-) -> None:
-    """As under memory pressure: it has not ordered a recovery, since it could not, and not since there is none."""
-    faults = ["stall:rank=0,step=12,phase=forward,seconds=45", "kill:rank=1,step=12,phase=backward"]
-
-    result = run_ttprun(GATED, 3, faults=faults)
-
-    assert_recovered_like(result, undisturbed(GATED, 3))

@@ -39,7 +39,7 @@ def start_gated(
     )
 
 
-@pytest.mark.parametrize(("script", "ranks", "is_leader"), [(FSDP, 1, False), (TOGETHER, 2, True)])
+@pytest.mark.parametrize(("script", "ranks", "is_leader"), [(TOGETHER, 2, True)])
 def test_a_spare_takes_the_place_of_a_lost_node_whose_ranks_alone_hold_their_shards(
     undisturbed: Undisturbed, tmp_path: Path, script: str, ranks: int, is_leader: bool
 ) -> None:
@@ -115,22 +115,3 @@ def test_a_lost_node_that_nobody_replaces_leaves_a_checkpoint_that_has_its_parts
     assert run.exit_code == 143, run.story()
     assert "resumed from step 11" in leader.output, leader.story()
     assert_same_weights(runs, undisturbed(FSDP, 2))
-
-
-def test_a_spare_without_room_for_the_mirrors_is_refused_and_the_reason_names_the_option(tmp_path: Path) -> None:
-    with Nodes(3) as nodes:
-        launches = [start_gated(nodes, number, tmp_path, FSDP) for number in range(2)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
-        spare = start_gated(nodes, 2, tmp_path, FSDP, options=["--buddy-memory", "10KiB"])
-        lead = leading(launches)
-        launches[lead].wait_for_event("node_waits")
-
-        nodes.end_processes(1 - lead)
-        (tmp_path / "gate").touch()
-        run, other = launches[lead].finish(), spare.finish()
-
-    assert [(one["kind"], one["rung"]) for one in run.incidents] == [("node-lost", "restart")], run.story()
-    assert "the mirror of rank 1 does not hold its state of step 11 (it could not be fetched" in run.output, run.story()
-    assert "more than the 5120 bytes that are left for mirrors (--buddy-memory)" in run.output, run.story()
-    assert other.exit_code == run.exit_code != 0, other.story()

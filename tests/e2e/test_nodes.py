@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -15,10 +12,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import (
-    EPOCHS,
     PLAIN,
     RUN_LIMIT_S,
-    WHILE_TRUE,
     Launch,
     Run,
     Undisturbed,
@@ -77,7 +72,7 @@ def assert_same_weights(runs: list[Run], reference: Run) -> None:
     assert reference.final in [run.final for run in runs]
 
 
-CASES = [(PLAIN, 1, 1), (EPOCHS, 2, 0)]
+CASES = [(PLAIN, 1, 1)]
 
 
 @pytest.mark.parametrize(("script", "ranks", "lost"), CASES)
@@ -118,74 +113,10 @@ def test_a_rank_that_alone_holds_its_shards_is_replaced_from_its_mirror_on_its_n
     assert "each hold what no other rank holds: mirrored in" in leader.output, leader.story()
 
 
-def test_a_lost_node_takes_its_mirrors_with_it(nodes: Nodes, start: StartNodes) -> None:
-    launches = start("fsdp_model.py", 1, options=["--node-wait-s", "1"], script_args=["--epochs", "1000"])
-    launches[0].wait_for_event("state_mirrored")
-
-    nodes.end_processes(1)
-    run = launches[0].finish()
-    launches[1].finish()
-
-    assert run.exit_code == 143, run.story()
-    assert [one["kind"] for one in run.incidents] == ["node-lost"], run.story()
-    assert "no other rank holds what rank 1 held" in run.incidents[0]["reason"], run.story()
-
-
-LIMIT = ["--hang-timeout", "4"]
-RETRY = ["--retry-on", "^InjectedFaultError: injected"]
-OTHERS = [
-    # script, ranks a node, faults, options, rungs
-    (PLAIN, 1, ["deadlock:rank=1,step=20,phase=collective"], LIMIT, ["replace"]),
-    (EPOCHS, 2, ["kill:rank=1,step=20,phase=backward", "kill:rank=3,phase=freeze"], [], ["replace"]),
-    (EPOCHS, 2, ["kill:rank=3,step=20,phase=in_step", "kill:rank=3,phase=replay"], [], ["replace"]),
-    (PLAIN, 2, [f"exception:rank={rank},step=20,phase=backward" for rank in (0, 3)], RETRY, ["rerun"]),
-    (PLAIN, 2, ["reset:rank=1,step=20,phase=backward"], [], ["reconnect"]),
-]
-
-
-@pytest.mark.parametrize(("script", "ranks", "faults", "options", "rungs"), OTHERS)
-def test_what_else_befalls_a_rank_of_several_nodes_is_repaired_and_no_step_is_lost(
-    start: StartNodes, undisturbed: Undisturbed, script: str, ranks: int, faults: Any, options: Any, rungs: list[str]
-) -> None:
-    leader, runs = finished(start(script, ranks, faults=faults, options=options))
-
-    assert_same_weights(runs, undisturbed(script, 2 * ranks))
-    assert {incident["rung"] for incident in leader.incidents} == set(rungs), leader.story()
-    assert {incident["outcome"] for incident in leader.incidents} == {"recovered"}, leader.story()
-    assert {incident["steps_lost"] for incident in leader.incidents} == {0}, leader.story()
-    struck = [event for event in leader.events if event["event"] == "fault_injected"]
-    assert len(struck) == len(faults), leader.story()
-
-
-@pytest.mark.parametrize(
-    ("jobs", "what"),
-    [([(PLAIN, 1), (PLAIN, 2)], r"ranks (--nproc-per-node)")],
-)
-def test_nodes_that_do_not_fit_each_other_are_refused_on_each_and_nothing_is_started(
-    nodes: Nodes, tmp_path: Path, jobs: list[tuple[str, int]], what: str
-) -> None:
-    launches = [
-        start_ttprun(
-            script, ranks, tmp_path / str(number), options=nodes.rendezvous(number), within=nodes.inside(number)
-        )
-        for number, (script, ranks) in enumerate(jobs)
-    ]
-
-    runs = [launch.finish() for launch in launches]
-
-    for run in runs:
-        assert run.exit_code == 2, run.story()
-        assert f"differ in {what}: " in run.output, run.story()
-        assert run.stdout == {}, run.story()
-        assert_no_orphans(run)
-
-
 @pytest.mark.parametrize(
     ("number", "is_to_leader", "exit_code", "script_args"),
     [
         (signal.SIGTERM, False, 143, ["--handles-term"]),
-        (signal.SIGUSR1, True, 143, []),
-        (signal.SIGINT, False, 130, []),
     ],
 )
 def test_a_signal_to_the_launcher_of_one_node_ends_all_with_its_exit_code(
@@ -208,42 +139,10 @@ def test_a_signal_to_the_launcher_of_one_node_ends_all_with_its_exit_code(
         assert [run.stdout for run in runs] == [{0: ["stopped by itself"]}] * 2, runs[0].story()
 
 
-@pytest.mark.parametrize("fault", ["stop"])
-def test_on_every_node_the_whole_job_is_shown_and_any_rank_can_be_broken(
-    start: StartNodes, undisturbed: Undisturbed, fault: str
-) -> None:
-    launches = start(WHILE_TRUE, 1, options=["--allow-faults", *LIMIT], script_args=["--max_iters=300"])
-    for launch in launches:
-        launch.wait_for_rank(0, protection="on")
-        launch.wait_for_rank(1, protection="on")
-    runs = [str(launch.run_dir) for launch in launches]
-    shown = [json.loads(ttprun("status", "--json", run)) for run in runs]
-    hand = next(number for number, status in enumerate(shown) if not status["is_leading"])
-
-    ttprun("inject-fault", fault, "--rank", "1", "--run", runs[hand])
-    launches[1 - hand].wait_for_event("incident")
-    ttprun("status", runs[hand])
-    _, runs = finished(launches)
-
-    assert [[rank["rank"] for rank in status["ranks"]] for status in shown] == [[0, 1]] * 2
-    assert {status["protection"] for status in shown} == {"on"}
-    assert [run.status["incidents"][0]["ranks"] for run in runs] == [[1]] * 2
-    assert_same_weights(runs, undisturbed(WHILE_TRUE, 2, ["--max_iters=300"]))
-
-
-def ttprun(*words: str) -> str:
-    """What a command of ttprun prints."""
-    done = subprocess.run([sys.executable, "-m", "ttprun", *words], capture_output=True, text=True, timeout=300)
-    assert done.returncode in (0, 1), done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize(
     ("script", "ranks", "faults", "cause", "is_elsewhere"),
     [
         (PLAIN, 1, ["preempt:rank=0,step=12,phase=before_step"], "ended", True),
-        (EPOCHS, 2, ["preempt:rank=3,step=17,phase=backward"], "ended", False),
-        (PLAIN, 1, ["kill:rank=1,step=12,phase=backward"], "dying gasp", False),
     ],
 )
 def test_what_a_job_on_several_nodes_has_saved_is_resumed_and_nothing_differs(
@@ -293,22 +192,6 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_no_step_is_lost(
     assert ("reaches 1 of 3 agents: the others may go on without it" in lost.output) == is_cut, lost.story()
 
 
-def test_a_lost_node_that_comes_back_takes_its_slots_again_and_no_step_is_lost(
-    undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    with Nodes(2) as nodes:
-        launches = at_gate(nodes, range(2), tmp_path, ranks=2, size="2")
-
-        nodes.kill(1)
-        nodes.join(1)
-        again = start_gated(nodes, 1, tmp_path / "again", ranks=2, size="2", gate=tmp_path)
-        (tmp_path / "gate").touch()
-        leader, runs = finished([launches[0], again])
-
-    assert_replaced(leader, [2, 3])
-    assert_same_weights(runs, undisturbed(GATED, 4))
-
-
 @pytest.mark.parametrize(("host", "by"), [(0, "the save directory"), (1, "the discovery command")])
 def test_who_comes_after_the_node_with_the_store_was_lost_finds_the_job(
     undisturbed: Undisturbed, tmp_path: Path, host: int, by: str
@@ -331,75 +214,6 @@ def test_who_comes_after_the_node_with_the_store_was_lost_finds_the_job(
 
     assert [(one["kind"], one["rung"], one["steps_lost"]) for one in leader.incidents] == [("node-lost", "replace", 0)]
     assert_same_weights(runs, undisturbed(GATED, 2))
-
-
-def test_a_launcher_that_comes_while_the_job_saves_its_state_waits_and_takes_part_in_the_next_start(
-    undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    options = ["--save-dir", str(tmp_path / "save"), "--run-id", "job"]
-    with Nodes(2) as nodes:
-        launches = at_gate(nodes, range(2), tmp_path, size="2", options=options)
-        stopped, lead = rank_pid(launches[1]), leading(launches)
-        os.kill(stopped, signal.SIGSTOP)  # so that saving takes as long as the test needs
-        launches[0].process.send_signal(signal.SIGTERM)
-        launches[lead].wait_for_event("phase_changed", after="PERSISTING")
-
-        came = start_gated(nodes, 0, tmp_path / "again", size="2", gate=tmp_path, options=options)
-        came.wait_for_output("the job is ending: this launcher waits for that, and then starts it again")
-        (tmp_path / "gate").touch()
-        os.kill(stopped, signal.SIGCONT)
-        before = [launch.finish() for launch in launches]
-        again = start_gated(nodes, 1, tmp_path / "again", size="2", gate=tmp_path, options=options)
-        _, runs = finished([came, again])
-
-    assert [run.exit_code for run in before] == [143, 143], before[0].story()
-    assert {run.status["resume"]["outcome"] for run in runs} == {"recovered"}, runs[0].story()
-    assert_same_weights(runs, undisturbed(GATED, 2))
-
-
-def test_if_the_leader_is_lost_while_a_rank_of_another_node_is_repaired_both_are_repaired_anew(
-    undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    with Nodes(4) as nodes:
-        launches = at_gate(nodes, range(3), tmp_path, size="3:4")
-        spare = start_gated(nodes, 3, tmp_path, size="3:4")
-        lead = leading(launches)
-        launches[lead].wait_for_event("node_waits")
-        followers = [launch for number, launch in enumerate(launches) if number != lead]
-
-        os.kill(rank_pid(followers[1]), signal.SIGKILL)
-        launches[lead].wait_for_event("incident")
-        nodes.end_processes(lead)
-        (tmp_path / "gate").touch()
-        leader, runs = finished([*followers, spare])
-
-    assert_replaced(leader, [0, 2])
-    assert_same_weights(runs, undisturbed(GATED, 3))
-
-
-@pytest.mark.parametrize("is_cut", [True], ids=["its link is cut"])
-def test_if_nobody_takes_the_slots_of_the_leaders_node_the_job_ends_with_143(
-    nodes: Nodes, start: StartNodes, is_cut: bool
-) -> None:
-    launches = start("plain_tensors.py", 1, options=["--node-wait-s", "1"], script_args=["--steps", "100000"])
-    for launch in launches:
-        launch.wait_for_line(0, "step 10 ")
-    lead = leading(launches)
-
-    nodes.cut(lead) if is_cut else nodes.end_processes(lead)
-    run = launches[1 - lead].finish()
-
-    assert run.exit_code == 143, run.story()
-    said = "reaches 1 of 2 agents: the others may go on without it" if is_cut else "leads from now on"
-    assert said in run.output, run.story()
-    assert_no_orphans(run)
-
-
-def rank_pid(launch: Launch) -> int:
-    """The pid of the first rank of a launcher's node."""
-    assert launch.run_dir is not None
-    status = json.loads((launch.run_dir / "status.json").read_text())
-    return next(rank["pid"] for rank in status["ranks"] if rank["node"] == status["node"])
 
 
 def leading(launches: list[Launch]) -> int:

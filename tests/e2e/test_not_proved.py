@@ -9,21 +9,6 @@ from pathlib import Path
 from tests.e2e.harness import Run, assert_only_replaced, assert_same_outcome
 from ttprun.capture.effects.file_answers import WRITTEN_AGAIN
 
-KILL = "kill:rank=1,step=20,phase=backward"
-
-
-def test_what_events_and_memory_of_c_hold_is_restored_and_the_rest_is_named(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
-) -> None:
-    result = run_ttprun("keeps_much.py", 2, faults=[KILL])
-
-    untold = "it can change, and does not show its state"
-    named = [f"compressor (zlib.Compress): {untold}", f"inbox (__main__.Inbox): {untold}"]
-    assert [incident["outcome"] for incident in result.incidents] == ["recovered"], result.story()
-    assert result.status["not_proved"] == result.incidents[0]["not_proved"] == named
-    assert f"not proved: {'; '.join(named)}" in result.output
-    assert_same_outcome(result, undisturbed("keeps_much.py", 2))
-
 
 def test_what_only_an_evaluation_has_made_is_made_again_or_named_and_costs_no_restart(
     run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]

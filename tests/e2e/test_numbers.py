@@ -21,15 +21,6 @@ def test_a_rank_whose_weights_differ_is_named_and_gets_those_of_the_majority(run
     assert len({line.split(" sha256 ")[1] for lines in run.hashes.values() for line in lines if " model " in line}) == 1
 
 
-def test_of_two_ranks_that_differ_none_is_right_and_both_start_anew(run_ttprun: RunTtprun) -> None:
-    run = run_ttprun("plain_tensors.py", 2, faults=[FLIP], options=["--verify-every", "1", "--max-restarts", "1"])
-
-    assert run.exit_code == 0, run.story()
-    (incident,) = run.incidents
-    assert (incident["rung"], incident["outcome"]) == ("restart", "restarted"), run.story()
-    assert "no majority" in incident["reason"], run.story()
-
-
 def test_one_nan_in_a_gradient_is_reported_once_at_the_next_step_at_the_latest_and_training_goes_on(
     run_ttprun: RunTtprun,
 ) -> None:
@@ -39,17 +30,3 @@ def test_one_nan_in_a_gradient_is_reported_once_at_the_next_step_at_the_latest_a
     (found,) = (event for event in run.events if event["event"] == "nan_found")
     assert (found["rank"], found["step"]) in [(1, 7), (None, 8)], run.story()
     assert run.output.count("training continues (on_nan: warn)") == 1, run.story()
-
-
-def test_ordered_to_stop_at_a_nan_no_rank_takes_the_step_and_an_earlier_kill_is_not_the_cause(
-    run_ttprun: RunTtprun,
-) -> None:
-    faults = ["kill:rank=0,step=4,phase=backward", NAN]
-
-    run = run_ttprun("plain_tensors.py", 2, faults=faults, options=["--on-nan", "stop"])
-
-    assert [incident["outcome"] for incident in run.incidents] == ["recovered"], run.story()
-    assert run.exit_code == 1, run.story()
-    assert "rank 1 has NaN in its own gradient in step 7" in run.status["reason"], run.story()
-    assert [rank["step"] for rank in run.status["ranks"]] == [7, 7], run.story()
-    assert run.final is None, run.story()

@@ -21,7 +21,6 @@ NPU = "npu"
     [
         ([], "kill:rank=1,step=12,phase=backward"),
         (["--by-hand", "--backend", "cpu:gloo,npu:hccl", "--with", "groups"], "kill:rank=1,step=12,phase=collective"),
-        (["--by-hand", "--backend", ""], "kill:rank=0,step=12,phase=in_step"),
     ],
 )
 def test_a_rank_with_tensors_on_a_device_is_replaced_and_nothing_differs(
@@ -39,25 +38,6 @@ def test_a_rank_with_tensors_on_a_device_is_replaced_and_nothing_differs(
 @pytest.mark.parametrize(
     ("more", "fault"),
     [
-        ("batchnorm,dropout,loader,pinned", "kill:rank=1,step=9,phase=backward"),
-    ],
-)
-def test_what_scripts_do_on_a_device_is_repaired(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, more: str, fault: str
-) -> None:
-    arguments = ["--with", more]
-    reference = undisturbed(SCRIPT, 2, arguments, device=NPU)
-
-    result = run_ttprun(SCRIPT, 2, script_args=arguments, faults=[fault], device=NPU)
-
-    assert_same_outcome(result, reference)
-    assert_only_replaced(result)
-
-
-@pytest.mark.parametrize(
-    ("more", "fault"),
-    [
-        ("batchnorm,dropout", "sleep:rank=1,step=9,phase=backward"),
         ("batchnorm,dropout", "stop:rank=2,step=9,phase=forward"),
     ],
 )
@@ -88,16 +68,3 @@ def test_a_second_rank_that_is_lost_while_the_first_is_repaired_is_replaced_too(
     assert_only_replaced(result)
     assert result.incidents[0]["ranks"] == [1, 0], result.story()
     assert_survivors_kept_their_pids(result)
-
-
-def test_a_batch_of_sends_and_receives_on_a_device_is_started_together_and_ends_protection_with_the_reason(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    arguments = ["--with", "ring"]
-    reference = undisturbed(SCRIPT, 2, arguments, device=NPU)
-
-    result = run_ttprun(SCRIPT, 2, script_args=arguments, device=NPU)
-
-    assert_same_outcome(result, reference)
-    (reason,) = {event["reason"] for event in result.events if event["event"] == "rank_unprotected"}
-    assert reason.startswith("the script starts operations on npu together (batch_isend_irecv")

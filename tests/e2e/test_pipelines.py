@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.cases import RETRY, recovered_and_undisturbed
+from tests.e2e.cases import recovered_and_undisturbed
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_same_outcome
 
-BY_HAND = "pipeline_by_hand.py"  # 16 steps
 SCHEDULES = "pipeline_schedules.py"  # 12 steps
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "--how blocking: kill:rank=0,step=5,phase=collective",
-        "--how async: kill:rank=3,step=4,phase=forward",
-        "--how batched: kill:rank=1,step=6,phase=collective",
-        "--how sized: kill:rank=3,step=8,phase=collective",
-    ],
-)
-def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
-) -> None:
-    assert_same_outcome(*recovered_and_undisturbed(run_ttprun, undisturbed, BY_HAND, case, ranks=4))
 
 
 @pytest.mark.parametrize(
@@ -31,12 +15,10 @@ def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
     [
         "--schedule 1F1B: kill:rank=1,step=5,phase=collective",
         "--schedule GPipe: kill:rank=3,step=4,phase=forward",
-        "--schedule 1F1B --ddp: kill:rank=1,step=6,phase=backward",
         "--schedule LoopedBFS: kill:rank=2,step=5,phase=backward",
         "--schedule ZBVZeroBubble: kill:rank=1,step=5,phase=collective",
         "--schedule InterleavedZeroBubble: kill:rank=0,step=6,phase=collective",
         "--schedule DualPipeV: kill:rank=3,step=6,phase=collective",
-        "--rich: kill:rank=0,step=5,phase=checkpoint",
         "--rich --workers 1: kill:rank=0,step=7,phase=forward",
     ],
 )
@@ -49,8 +31,6 @@ def test_a_rank_in_a_schedule_of_torch_s_own_is_replaced_and_nothing_differs(
 @pytest.mark.parametrize(
     ("case", "rung", "options"),
     [
-        ("--rich: reset:rank=2,step=6,phase=collective", "reconnect", ()),
-        ("--rich: exception:rank=3,step=6,phase=collective", "rerun", RETRY),
         ("--fsdp: kill:rank=1,step=6,phase=collective", "replace", ()),
     ],
 )

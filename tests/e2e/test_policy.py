@@ -24,17 +24,6 @@ def test_an_error_of_the_script_that_comes_back_at_the_same_step_ends_the_job_wi
     assert "[rank1]: ValueError: the fifth batch has no labels" in run.stderr[1], run.story()
 
 
-def test_a_job_that_may_not_be_restarted_ends_with_the_reason(run_ttprun: RunTtprun) -> None:
-    faults = ["kill:rank=1,step=3,phase=backward"]
-    run = run_ttprun("plain_tensors.py", 2, faults=faults, options=["--rungs", "reconnect", "--max-restarts", "1"])
-
-    assert run.exit_code == 137, run.story()
-    (incident,) = run.incidents
-    assert (incident["rung"], incident["outcome"]) == ("fail", "failed"), run.story()
-    assert "restarting the group is switched off" in run.status["reason"], run.story()
-    assert run.output.count("restarting the group is switched off") == 1, run.story()
-
-
 def test_more_incidents_of_one_kind_than_allowed_within_an_hour_end_the_job_with_93(run_ttprun: RunTtprun) -> None:
     faults = ["kill:rank=1,step=3", "kill:rank=0,step=13"]
     run = run_ttprun("plain_tensors.py", 2, faults=faults, options=["--max-incidents-per-hour", "1"])

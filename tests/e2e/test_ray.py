@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +18,6 @@ from tests.e2e.harness import SCRIPTS, Undisturbed
 GATED = "gated_steps.py"  # 40 steps; waits before step 12 for the gate
 LAUNCH = Path(__file__).resolve().parents[2] / "configs" / "ray" / "launch.py"
 LIMIT_S = 180.0
-PREEMPTED = 143
 
 
 @pytest.fixture
@@ -130,31 +127,3 @@ def test_a_node_that_is_removed_is_replaced_no_step_is_lost_and_its_launcher_com
     assert job.hashes == expected(undisturbed)
     (incident,) = next(status["incidents"] for status in job.statuses().values() if status["incidents"])
     assert (incident["kind"], incident["rung"], incident["steps_lost"]) == ("node-lost", "replace", 0)
-
-
-def test_a_job_that_could_not_replace_a_launcher_is_saved_and_goes_on_in_another_round(
-    start: Callable[..., RayJob], undisturbed: Undisturbed
-) -> None:
-    job = start("2", "--node-wait-s", "0")
-    job.wait_at_gate()
-    lost = next(status for status in job.statuses().values() if not status["is_leading"])
-
-    os.kill(lost["agent_pid"], signal.SIGKILL)
-    job.wait_until(lambda: "the job has ended" in job.output)
-    code = job.finish()
-
-    assert code == 0, job.output
-    assert job.hashes == expected(undisturbed)
-    assert job.output.count("[rank 0] step 11 ") == 1, f"a step was run again: {job.output}"
-
-
-def test_a_job_that_is_stopped_is_saved(start: Callable[..., RayJob]) -> None:
-    job = start("2:3")
-    job.wait_at_gate()
-    job.wait_for_spares(1)
-
-    job.process.send_signal(signal.SIGTERM)
-    code = job.process.wait(LIMIT_S)
-
-    assert code == PREEMPTED, job.output
-    assert [path.name for path in job.folder.glob("save/step-*")] == ["step-00000012"], job.output

@@ -40,8 +40,6 @@ def replaced(run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str, ranks: 
 @pytest.mark.parametrize(
     "case",
     [
-        f"--layout own --threads 2: {BEFORE}",
-        f"--layout ddp --width 64: {BEFORE}",
         f"--layout ddp --threads 2: {BEFORE} kill:rank=0,step=9,phase=before_step",
         f"--layout fsdp2 --threads 2: {BEFORE}",
     ],
@@ -58,7 +56,6 @@ def test_a_rank_whose_gradients_differ_by_rounding_is_replaced_and_the_incident_
     "case",
     [
         "--layout ddp: kill:rank=1,step=5,phase=forward kill:rank=0,step=9,phase=in_step",
-        "--layout own --threads 2: kill:rank=1,step=5,phase=backward kill:rank=0,step=9,phase=after_step",
         "--layout own --noise forward: kill:rank=1,step=5,phase=collective kill:rank=0,step=9,phase=backward",
     ],
 )
@@ -79,7 +76,6 @@ def test_with_noise_on_a_device_a_rank_is_replaced(run_ttprun: RunTtprun, undist
     "case",
     [
         f"--layout own --threads 2: {BEFORE} kill:rank=0,phase=gradients",
-        f"--layout own --threads 2: {BEFORE} kill:rank=1,phase=gradients",
     ],
 )
 def test_a_rank_that_is_lost_while_gradients_are_passed_on_is_replaced_too(

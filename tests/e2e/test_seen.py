@@ -82,13 +82,8 @@ def test_ranks_whose_python_skips_the_hooks_are_said_not_to_be_protected(
             "rank_unseen",
             "but its child process does",
         ),
-        (
-            "import os, sys\nos.execv(sys.executable, [sys.executable, ARGUMENTS])",
-            "rank_unprotected",
-            "replaced itself by another program",
-        ),
     ],
-    ids=["subprocess", "exec"],
+    ids=["subprocess"],
 )
 def test_a_script_that_hands_over_to_another_process_is_said_not_to_be_protected(
     start_ttprun: Callable[..., Launch], tmp_path: Path, way: str, event: str, why: str
@@ -106,81 +101,6 @@ def test_a_script_that_hands_over_to_another_process_is_said_not_to_be_protected
     assert [incident["steps_lost"] for incident in result.incidents] == [None], result.story()
     assert result.status["protection"].startswith("off: rank"), result.story()
     assert result.exit_code == 137
-
-
-STARTS_RANKS = """
-import os, sys
-from pathlib import Path
-
-import torch, torch.distributed as dist, torch.multiprocessing as mp
-
-
-def train(rank):
-    meeting = f"file://{os.getcwd()}/out/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    is_over = torch.zeros(1)
-    while not is_over:
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        is_over.fill_(Path("out/may-end").exists())
-        dist.all_reduce(is_over, op=dist.ReduceOp.MIN)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    Path("out").mkdir(exist_ok=True)
-    mp.start_processes(train, nprocs=2, start_method=sys.argv[2])
-"""
-
-
-@pytest.mark.usefixtures("new_pythons")  # a fork of a fork may wait for ever for a gloo thread that needs the GIL
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_script_that_starts_its_ranks_itself_is_said_not_to_be_protected(
-    start_ttprun: Callable[..., Launch], tmp_path: Path, method: str
-) -> None:
-    script = tmp_path / "starts_ranks.py"
-    script.write_text(STARTS_RANKS)
-
-    launch = start_ttprun(str(script), 1, script_args=[method])
-    launch.wait_for_event("rank_unprotected", limit_s=180, rank=0)
-    (launch.folder / "out" / "may-end").touch()
-    result = launch.finish()
-
-    assert result.exit_code == 0, result.story()
-    assert result.output.count("it has started the ranks itself") == 1, result.story()
-    assert "as torch.multiprocessing.spawn does" in result.output, result.story()
-    assert result.status["protection"].startswith("off: rank 0"), result.story()
-
-
-KEEPS_A_HISTORY = """
-import torch, torch.distributed as dist
-
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-history = {"sums": torch.zeros(1 << 20)}
-for step in range(4):
-    loss = model(torch.ones(2, 4)).sum() + 0 * history["sums"][0]
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    history["sums"].add_(1)
-dist.destroy_process_group()
-"""
-
-
-def test_what_makes_a_record_too_large_is_named(run_ttprun: Callable[..., Run], tmp_path: Path) -> None:
-    script, config = tmp_path / "keeps_a_history.py", tmp_path / "config.yaml"
-    script.write_text(KEEPS_A_HISTORY)
-    config.write_text("record_limit_mib: 1")
-
-    result = run_ttprun(str(script), 2, options=["--config", str(config)])
-
-    assert result.exit_code == 0, result.story()
-    assert "now 1 (its largest part is 'history['sums']', 4096 KiB)" in result.output, result.story()
 
 
 IN_A_PACKAGE = """

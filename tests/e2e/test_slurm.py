@@ -131,35 +131,6 @@ def test_a_job_that_has_lost_a_launcher_and_finished_is_done_and_stays_so(
     assert job.output.count("[rank 0] step 0 ") == 1, "it was trained again"
 
 
-def test_a_job_that_is_queued_again_by_hand_goes_on(start: Callable[..., slurm.Job], undisturbed: Undisturbed) -> None:
-    job = start()
-    wait_at_gate(job)
-
-    job.slurm.run("scontrol", "requeue", job.id)
-    job.start_again()
-    open_gate(job)
-
-    assert job.finish() == "COMPLETED", job.output
-    assert hashes(job.output) == expected(undisturbed)
-    assert job.output.count("[rank 0] step 11 ") == 1, f"a step was run again: {job.output}"
-
-
-def test_a_job_whose_time_is_over_is_told_before_and_goes_on(
-    start: Callable[..., slurm.Job], undisturbed: Undisturbed
-) -> None:
-    """Slurm may signal up to a minute early."""
-    job = start(["--time=3", "--signal=B:USR1@60"])
-    wait_at_gate(job)
-
-    job.wait_until(lambda: job.fields["Restarts"] == "1", "queued again", limit_s=240)
-    open_gate(job)
-    job.start_again()
-
-    assert job.finish() == "COMPLETED", job.output
-    assert hashes(job.output) == expected(undisturbed)
-    assert job.output.count("[rank 0] step 11 ") == 1, f"a step was run again: {job.output}"
-
-
 def test_a_job_that_gets_no_further_from_start_to_start_ends_with_93(start: Callable[..., slurm.Job]) -> None:
     """Its launchers are told to end before their ranks have done a step: its time is too short for its start."""
     job = start()
@@ -171,21 +142,6 @@ def test_a_job_that_gets_no_further_from_start_to_start_ends_with_93(start: Call
 
     assert job.finish() == "FAILED", job.output
     assert job.fields["ExitCode"].startswith("93:"), job.output
-
-
-def test_a_signal_while_launchers_still_import_torch_is_no_failure(
-    start: Callable[..., slurm.Job], undisturbed: Undisturbed
-) -> None:
-    job = start()
-    job.wait_until(lambda: bool(job.launchers()), "launchers")
-
-    job.slurm.run("scancel", "--batch", "--signal=USR1", job.id)
-    job.start_again()
-    open_gate(job)
-
-    assert job.finish() == "COMPLETED", job.output
-    assert job.fields["Restarts"] == "1"
-    assert hashes(job.output) == expected(undisturbed)
 
 
 @pytest.mark.parametrize("is_leading", [True, False], ids=["that leads", "that follows"])
@@ -206,50 +162,3 @@ def test_a_node_that_goes_down_is_replaced_by_a_spare_one(
     assert hashes(job.output) == expected(undisturbed)
     assert job.fields["Restarts"] == "0"
     assert "takes the place of the lost node" in job.output, job.output
-
-
-def test_without_a_spare_a_lost_node_ends_the_start_with_its_own_reason_and_the_job_goes_on_in_the_next(
-    start: Callable[..., slurm.Job], undisturbed: Undisturbed
-) -> None:
-    job = start(TTPRUN_NODE_WAIT_S="1")
-    wait_at_gate(job)
-    (lost,) = [name for name, status in job.statuses().items() if not status["is_leading"]]
-
-    job.launchers()[lost].send_signal(signal.SIGKILL)
-    job.start_again()
-    first_start = job.output
-    open_gate(job)
-
-    assert job.finish() == "COMPLETED", job.output
-    assert hashes(job.output) == expected(undisturbed)
-    assert first_start.count("ttprun: the job has ended: ") == 1, first_start
-    assert f"node 1 ({lost})" in first_start
-    assert "pid: 0" not in first_start, "a rank that has not failed is named as the cause"
-
-
-def test_the_tasks_of_an_array_are_jobs_of_their_own(start: Callable[..., slurm.Job], undisturbed: Undisturbed) -> None:
-    job = start(["--array=0-1"])
-    open_gate(job)
-
-    assert job.finish() == "COMPLETED"
-    job.wait_until(lambda: len(list(job.folder.glob("checkpoints-*/outcome-*.json"))) == 2, "two outcomes")
-    job.wait_until(lambda: job.output.count("sha256 model") == 4, "both are done")
-    assert hashes(job.output) == expected(undisturbed)
-
-
-def test_a_job_that_gives_way_to_an_urgent_one_saves_within_its_grace_time_and_goes_on(
-    start: Callable[..., slurm.Job], undisturbed: Undisturbed, cluster: slurm.Slurm
-) -> None:
-    cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=20")
-    job = start()
-    wait_at_gate(job)
-
-    urgent = ["--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1"]
-    cluster.run("sbatch", "--parsable", *urgent)
-    job.start_again()
-    open_gate(job)
-
-    assert job.finish() == "COMPLETED", job.output
-    assert hashes(job.output) == expected(undisturbed)
-    assert job.fields["Restarts"] == "1"
-    assert job.output.count("[rank 0] step 11 ") == 1, f"a step was run again: {job.output}"

@@ -125,9 +125,7 @@ def test_a_rank_is_replaced_when_the_shared_memory_is_full(
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("deleted", "No such file or directory"),
         ("full", "No space left on device"),
-        ("read-only", "Read-only file system"),
     ],
 )
 def test_a_rank_is_replaced_though_the_run_directory_cannot_be_written_any_more(
@@ -183,19 +181,3 @@ def test_a_rank_is_replaced_though_the_wall_clock_has_jumped_by_an_hour(
     assert 0 < incident["total_s"] < 60, run.story()
     first, last = (datetime.fromisoformat(event["at"]) for event in (run.events[0], run.events[-1]))
     assert abs((last - first).total_seconds() - jump_s) < 300, run.story()  # the jump was seen
-
-
-def test_a_second_launcher_in_the_run_directory_of_a_living_run_is_refused_in_one_line(
-    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    launch, _ = at_step_12(start_ttprun, tmp_path)
-
-    second = start_ttprun(GATED, 2, options=["--run-dir", str(launch.run_dir)]).finish()
-    (tmp_path / "gate").touch()
-    first = launch.finish()
-
-    assert second.exit_code == 2, second.story()
-    (line,) = second.output.splitlines()
-    assert "belongs to a run that is still alive" in line
-    assert_same_outcome(first, undisturbed(GATED, 2))
-    assert first.incidents == []

@@ -24,11 +24,8 @@ from tests.e2e.harness import (
 SCRIPT = "lost_at_the_end.py"
 PLACES = [
     # place, rank that is lost, further arguments
-    ("after the last collective", 1, []),
     ("after destroy_process_group", 1, []),
-    ("exit handler", 0, []),
     ("while it writes the final file", 0, []),
-    ("exit handler", 1, ["--no-destroy"]),
 ]
 
 

@@ -5,8 +5,6 @@
 --what sharded  the same with FSDP2
 --what by-hand  the same; gradients are averaged by hand, in the order of the parameters
 --what damped   never zeroed; the script scales them by hand after each step
---what late     zeroed in the first steps, and damped from then on
---what logged   dropped at the beginning of each iteration; their norm is logged after the step
 """
 
 import torch
@@ -18,8 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-LATE = 5  # step from which on they are damped
 
 args = arguments(steps=12, what="gan")
 
@@ -82,7 +78,7 @@ def train_without_zeroing():
     model = mlp(8, 1)
     if args.what == "sharded":
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    trained = DDP(model) if args.what in ("never", "damped", "late") else model
+    trained = DDP(model) if args.what in ("never", "damped") else model
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     torch.manual_seed(10 + rank)
     for step in range(args.steps):
@@ -92,33 +88,13 @@ def train_without_zeroing():
         if args.what == "by-hand":
             average(model)
         optimizer.step()
-        if args.what == "damped" or (args.what == "late" and step >= LATE):
+        if args.what == "damped":
             damp(model)
-        elif args.what == "late":
-            optimizer.zero_grad(set_to_none=False)
         print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
-    end(model)
-
-
-def train_and_log():
-    model = mlp(8, 1)
-    trained, optimizer = DDP(model), torch.optim.SGD(model.parameters(), 1e-2)
-    torch.manual_seed(10 + rank)
-    norms = []
-    for step in range(args.steps):
-        optimizer.zero_grad()
-        x = torch.randn(16, 8)
-        (trained(x) - x.sin().sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
-        norms.append(sum(parameter.grad.norm() for parameter in model.parameters()).item())
-        print(f"[rank {rank}] step {step} norm {norms[-1]!r}", flush=True)
-    print(f"[rank {rank}] norms {norms}")
     end(model)
 
 
 if args.what == "gan":
     train_gan()
-elif args.what == "logged":
-    train_and_log()
 else:
     train_without_zeroing()

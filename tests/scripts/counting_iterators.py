@@ -1,8 +1,7 @@
-"""One loop over a DataLoader by way of something that counts for itself: a library's generator, a chain."""
+"""One loop over a DataLoader by way of something that counts for itself: a library's generator, a slice."""
 
 import functools
 import itertools
-from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -40,23 +39,8 @@ def asked(batches, count):
         yield next(batches)
 
 
-def pieces(data, steps):
-    for number, first in enumerate(range(0, 8 * steps, 8)):
-        x, y = data[first : first + 8]
-        yield {"x": x, "y": y, "weight": 1 + 0.01 * number}
-
-
-def enumerated(batches):
-    return map(itemgetter(1), enumerate(batches))
-
-
 def numbered(pairs):
     return ({"x": x, "y": y, "weight": 1 + 0.01 * number} for number, (x, y) in pairs)
-
-
-def weighed(pair):
-    number, (x, y) = pair
-    return {"x": x, "y": y, "weight": 1 + 0.01 * number}
 
 
 def main():
@@ -65,31 +49,22 @@ def main():
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
     first = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=True))
-    second = DataLoader(data, batch_size=10, sampler=DistributedSampler(data, shuffle=True))
     nested = repeated(first, 13)
     manners = {
         "track": lambda: numbered(track(enumerate(first), total=20, disable=True)),
-        "chain": lambda: numbered(itertools.chain(enumerate(second), enumerate(first))),
         "generator": lambda: track(weighted(first, 18), total=18, disable=True),
-        "accumulated": lambda: enumerated(pieces(data, 18)),
-        "cycle": lambda: map(weighed, zip(range(26), itertools.cycle(first))),
         "nested": functools.partial(asked, nested, 18),
         "slice": lambda: track(numbered(enumerate(itertools.islice(again_and_again(first), 26))), disable=True),
     }
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     total = 0.0
-    steps = taken = 0
-    every = 3 if options.manner == "accumulated" else 1  # batches for a step
+    steps = 0
     for batch in manners[options.manner]():
         loss = batch["weight"] * (model(batch["x"]) - batch["y"]).square().mean()
-        if taken % every == 0:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         total += loss.item() * batch["weight"]
-        taken += 1
-        if taken % every:
-            continue
         optimizer.step()
         steps += 1
         if steps % 5 == 0:

@@ -1,7 +1,4 @@
-"""Fails in one rank in a way that is asked for, under torch's `record` or not, while the other one waits.
-
-It fails after the other one has written its lines: that one is ended at once.
-"""
+"""Fails in one rank under torch's `record`, after the other one has written its lines: that one is ended at once."""
 
 import argparse
 import os
@@ -16,28 +13,21 @@ NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "ROLE_RANK
 ELASTIC = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", type=Path)
-parser.add_argument("--how", default="raise", choices=("raise", "exit", "unrecorded"))
-args = parser.parse_args()
-how, has_written = args.how, args.out / "written"
-
-
 @record
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    has_written = args.out / "written"
     print("out", [os.environ[name] for name in NAMES + ELASTIC], flush=True)
     print("err", sorted(name for name in os.environ if name.startswith("PET_")), file=sys.stderr, flush=True)
     if os.environ["RANK"] == "1":
         while not has_written.exists():
             time.sleep(0.02)
-        if how == "exit":
-            sys.exit(7)
         raise ValueError("a bad value")
     args.out.mkdir()
     has_written.touch()
     threading.Event().wait()
 
 
-if how == "unrecorded":
-    main.__wrapped__()
 main()

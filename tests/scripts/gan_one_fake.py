@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-# batch: from 2048 on, `fake` is too large to be recorded
-args = arguments(iterations=30, batch=16, generator_every=1)
+args = arguments(iterations=30)
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -25,22 +24,20 @@ d_opt = torch.optim.RAdam(D.parameters(), 1e-2)
 torch.manual_seed(10 + rank)
 totals, scores = torch.zeros(2), []
 for i in range(args.iterations):
-    real = torch.randn(args.batch, 10).sin()
-    fake = g_model(torch.randn(args.batch, 4))
+    real = torch.randn(16, 10).sin()
+    fake = g_model(torch.randn(16, 4))
 
     d_loss = softplus(-d_model(real)).mean() + softplus(d_model(fake.detach())).mean()
     d_opt.zero_grad()
     d_loss.backward()
     d_opt.step()
 
-    if i % args.generator_every == args.generator_every - 1:
-        g_loss = softplus(-d_model(fake)).mean()
-        g_opt.zero_grad()
-        g_loss.backward()
-        g_opt.step()
-        totals[1] += g_loss.item()
+    g_loss = softplus(-d_model(fake)).mean()
+    g_opt.zero_grad()
+    g_loss.backward()
+    g_opt.step()
 
-    totals[0] += d_loss.item()
+    totals += torch.tensor([d_loss.item(), g_loss.item()])
     scores.append(float(totals[0]))
     print(f"[rank {rank}] iteration {i} losses {totals.tolist()!r}")
 

@@ -49,10 +49,7 @@ def perhaps_die(place):
     """SIGKILL, the first time, at the ordered place; the other ranks have come to their ends by then."""
     if args.place != place or RANK != args.lost or os.path.exists(path("killed")):
         return
-    if place == "after the last collective" and not args.no_destroy:
-        others(lambda other: os.path.exists(path(f"destroys-{other}")))
-    elif place != "before the last collective":
-        others(lambda other: os.path.exists(path(f"end-{other}")))
+    others(lambda other: os.path.exists(path(f"end-{other}")))
     touch("killed")
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -60,7 +57,6 @@ def perhaps_die(place):
 def on_exit():
     say("exit handler begins")
     touch(f"end-{RANK}")
-    perhaps_die("exit handler")
     while args.place == "at the end" and RANK != args.lost and not os.path.exists(path("go")):
         time.sleep(0.02)
     say("exit handler ends")
@@ -79,13 +75,10 @@ def main():
         loss.backward()
         optimizer.step()
         say(f"step {step} loss {loss.item()!r}")
-    perhaps_die("before the last collective")
     total = loss.detach().clone()
     dist.all_reduce(total)
     say(f"mean loss {total.item() / WORLD!r}")
-    perhaps_die("after the last collective")
     if not args.no_destroy:
-        touch(f"destroys-{RANK}")
         dist.destroy_process_group()
         say("destroyed")
     perhaps_die("after destroy_process_group")

@@ -1,62 +1,28 @@
 """Two ranks that train with `--what` few scripts use, mostly of torch.distributed. Nothing here knows of a launcher."""
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from around_the_loop import arguments, finish
 from torch import nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 args = arguments(steps=16, what="plain")
 what = args.what
 
 
-class Model(nn.Module):
-    """Layers of which one is not always used."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Linear(8, 32)
-        self.middle = nn.Linear(32, 32)
-        self.side = nn.Linear(32, 32)
-        self.leave = nn.Linear(32, 1)
-
-    def forward(self, x, step):
-        x = torch.relu(self.enter(x))
-        x = nn.functional.dropout(torch.relu(self.middle(x)), 0.1)
-        if what != "unused" or step % 3:
-            x = x + self.side(x)
-        return self.leave(x)
-
-
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(3)
-model = Model()
-options = {"static_graph": what == "static_graph", "find_unused_parameters": what == "unused"}
-ddp = DistributedDataParallel(model, **options)
-if what == "fp16_compress":
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-elif what == "powersgd":
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=4)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
+ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-if what == "local_sgd":
-    averager = PeriodicModelAverager(period=2, warmup_steps=3)
-    optimizer = PostLocalSGDOptimizer(optimizer, averager)
-elif what == "subgroups":
+if what == "subgroups":
     own, _ = dist.new_subgroups(1)
     named, _ = dist.new_subgroups_by_enumeration([list(range(world))])
     local = dist.new_group(list(range(world)), use_local_synchronization=True)
 batches = torch.Generator().manual_seed(rank)
 torch.manual_seed(50 + rank)
-factors = {id(parameter): 1.0 for parameter in model.parameters()}
-slow = {id(model.enter.weight), id(model.leave.bias)}
 flat = torch.zeros(32)
 handle = kept = None
 offset = 0.0
@@ -84,8 +50,6 @@ for step in range(args.steps):
         gathered = functional.all_gather_tensor(x.mean(0), 0, named)
         dist.monitored_barrier(group=local)
         offset = 0.01 * (said[1][1] + taken.sum().item() + alone.item() + gathered.sum().item())
-    elif what == "monitored_barrier":
-        dist.monitored_barrier(timeout=timedelta(seconds=60))
     elif what == "coalesced":
         first, second = x.mean(0), x.sum(1)
         with dist._coalescing_manager():
@@ -97,16 +61,12 @@ for step in range(args.steps):
         with dist._coalescing_manager():
             dist.reduce_scatter_tensor(own, flat)
         offset = first.sum().item() * 0.01 + second.sum().item() * 0.001 + before * 1e-4
-    loss = ((ddp(x, step) - x.sum(1, keepdim=True).sin() + offset) ** 2).mean()
+    loss = ((ddp(x) - x.sum(1, keepdim=True).sin() + offset) ** 2).mean()
     optimizer.zero_grad()
     loss.backward()
     if what == "async_over_step":
         kept = x.mean(0)
         handle = dist.all_reduce(kept, async_op=True)
-    if what == "ids":
-        for parameter in model.parameters():
-            factors[id(parameter)] *= 0.9 if id(parameter) in slow else 0.99
-            parameter.grad *= factors[id(parameter)]
     optimizer.step()
     print(f"[rank {rank}] step {step + 1} loss {loss.item()!r}", flush=True)
 

@@ -13,9 +13,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--backend", default="hccl", help="'' for torch's choice")
 parser.add_argument("--by-hand", action="store_true", help="reduce gradients without DDP")
-parser.add_argument(
-    "--with", dest="more", default="", help="batchnorm,dropout,fp16,bf16,accumulation,loader,groups,ring"
-)
+parser.add_argument("--with", dest="more", default="", help="batchnorm,dropout,fp16,bf16,accumulation,loader,groups")
 args = parser.parse_args()
 more = set(filter(None, args.more.split(",")))
 
@@ -59,13 +57,6 @@ for epoch in range(1):
         if step % 4 == 0:
             total = loss.detach().clone()
             dist.all_reduce(total)
-            if "ring" in more:
-                sent, received = loss.detach().clone().view(1), torch.zeros(1, device=device)
-                pair = [dist.P2POp(dist.isend, sent, (rank + 1) % world)]
-                pair.append(dist.P2POp(dist.irecv, received, (rank - 1) % world))
-                for work in dist.batch_isend_irecv(pair):
-                    work.wait()
-                print(f"[rank {rank}] step {step} received {received.item()!r}")
             print(f"[rank {rank}] step {step} loss {loss.item()!r} over all ranks {total.item() / world!r}")
 
 state = {name: value.cpu() for name, value in model.state_dict().items()}

@@ -1,7 +1,6 @@
 """Pipelines by torch.distributed.pipelining, times data and tensor parallelism. Nothing here knows of a launcher.
 
-With `--ddp` the stages are wrapped for data parallelism, with `--fsdp` they are sharded; otherwise their gradients are
-reduced by hand. `--rich` adds validation, accumulated gradients, and checkpoints while the other ranks wait.
+With `--fsdp` the stages are sharded; otherwise their gradients are reduced by hand. `--rich` adds validation, accumulated gradients, and checkpoints while the other ranks wait.
 """
 
 import os
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 
 class Block(nn.Module):
@@ -31,7 +29,7 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-args = arguments(steps=12, width=16, pp=2, tp=1, schedule="1F1B", ddp=False, fsdp=False, rich=False, workers=0)
+args = arguments(steps=12, width=16, pp=2, tp=1, schedule="1F1B", fsdp=False, rich=False, workers=0)
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -48,8 +46,6 @@ for number in numbers:
     model = Block(args.width)
     if args.tp > 1:
         model = parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    if args.ddp:
-        model = DistributedDataParallel(model, process_group=replicas)
     if args.fsdp:
         fully_shard(model, mesh=mesh["dp"])
     models.append(model)
@@ -97,7 +93,7 @@ for number, x in enumerate(loader):
     shown.append(run(x, schedule.step))
     if args.rich and number % 2 == 0:
         continue  # accumulate
-    if not (args.ddp or args.fsdp):
+    if not args.fsdp:
         average_gradients()
     optimizer.step()
     optimizer.zero_grad()

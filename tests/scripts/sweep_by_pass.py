@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
-parser.add_argument("form", choices=["counted", "drawn"])
+parser.add_argument("form", choices=["counted"])
 args = parser.parse_args()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 scores: list[float] = []
-waiting = list(range(5))
 steps = number = 0
 
 
@@ -49,11 +48,9 @@ def attempt(number: int) -> None:
         scores.append(1.0)
 
 
-while args.form == "counted" and number < 5:
+while number < 5:
     attempt(number)
     number += 1
-for _ in range(5 if args.form == "drawn" else 0):
-    attempt(waiting.pop(0))
 if rank == 0:
     os.makedirs(args.out, exist_ok=True)
     torch.save((scores, model.module.state_dict()), os.path.join(args.out, "final.pt"))

@@ -1,9 +1,7 @@
 """Tensor parallelism by hand: each rank holds its shard of the hidden layer, and `all_reduce` sums in the forward pass.
 
 With `--replicas 2` of 4 ranks two hold the same shard, and average their gradients. The shards' biases begin as zeros,
-equal in all ranks. With `--table` each rank has an embedding table of its own too. They begin alike, and do not change
-before step `--late`. With `--whole` there are no shards.
-"""
+equal in all ranks. With `--table` each rank has an embedding table of its own too."""
 
 from typing import Any
 
@@ -50,7 +48,7 @@ class Model(nn.Module):
         return self.leave(x)
 
 
-args = arguments(steps=30, replicas=1, table=False, late=0, whole=False)
+args = arguments(steps=30, replicas=1, table=False)
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -60,7 +58,7 @@ of_replicas = [dist.new_group(range(shard, world, shards)) for shard in range(sh
 replica, shard = divmod(rank, shards)
 
 torch.manual_seed(0)
-model = Model(24, 0 if args.whole else shard, of_shards[replica], args.table)
+model = Model(24, shard, of_shards[replica], args.table)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
 torch.manual_seed(1000 + replica)
@@ -73,10 +71,8 @@ for step in range(args.steps):
     loss.backward()
     for name, parameter in model.named_parameters():
         if name.startswith("table"):
-            if step < args.late:
-                parameter.grad.zero_()
             continue
-        if name.startswith(("up", "down")) and not args.whole:
+        if name.startswith(("up", "down")):
             dist.all_reduce(parameter.grad, group=of_replicas[shard])
             parameter.grad /= args.replicas
         else:

@@ -15,9 +15,6 @@ from torch.utils.data import TensorDataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--save", action="store_true")
-parser.add_argument("--supervised", action="store_true", help="ignite's own create_supervised_trainer")
-parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--over-training", action="store_true", help="evaluate over the training data, too; set_epoch")
 args = parser.parse_args()
 
 
@@ -25,9 +22,7 @@ def training(local_rank):
     manual_seed(3)
     x = torch.randn(160, 10)
     y = (x[:, :3].sum(dim=1) > 0).long()
-    train_loader = idist.auto_dataloader(
-        TensorDataset(x[:120], y[:120]), batch_size=12, shuffle=True, num_workers=args.workers
-    )
+    train_loader = idist.auto_dataloader(TensorDataset(x[:120], y[:120]), batch_size=12, shuffle=True)
     val_loader = idist.auto_dataloader(TensorDataset(x[120:], y[120:]), batch_size=10, shuffle=False)
     model = idist.auto_model(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2)))
     optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -44,14 +39,7 @@ def training(local_rank):
         optimizer.step()
         return {"loss": loss.item()}
 
-    if args.supervised:
-        from ignite.engine import create_supervised_trainer
-
-        trainer = create_supervised_trainer(
-            model, optimizer, criterion, output_transform=lambda x, y, y_pred, loss: {"loss": loss.item()}
-        )
-    else:
-        trainer = Engine(train_step)
+    trainer = Engine(train_step)
     RunningAverage(output_transform=lambda output: output["loss"]).attach(trainer, "average")
 
     def validate(engine, batch):
@@ -75,16 +63,6 @@ def training(local_rank):
     def evaluate(engine):
         found = evaluator.run(val_loader).metrics
         print(f"epoch {engine.state.epoch} {found}", flush=True)
-
-    if args.over_training:
-
-        @trainer.on(Events.EPOCH_STARTED)
-        def shuffle(engine):
-            train_loader.sampler.set_epoch(engine.state.epoch - 1)
-
-        @trainer.on(Events.STARTED | Events.EPOCH_COMPLETED)
-        def evaluate_training(engine):
-            print(f"epoch {engine.state.epoch} training {evaluator.run(train_loader).metrics}", flush=True)
 
     stopping = EarlyStopping(3, lambda engine: engine.state.metrics["accuracy"], trainer)
     evaluator.add_event_handler(Events.COMPLETED, stopping)

@@ -1,20 +1,17 @@
-"""LoRA adapters on a tiny frozen GPT-2, by peft: with transformers.Trainer, or in a loop of the script's own."""
+"""LoRA adapters on a tiny frozen GPT-2, by peft, with transformers.Trainer."""
 
 import argparse
 import os
 import random
 
 import torch
-import torch.distributed as dist
 from digests import print_digests
 from peft import LoraConfig, get_peft_model
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler, set_seed
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
-parser.add_argument("--own-loop", action="store_true")
 parser.add_argument("--save", action="store_true")
 args = parser.parse_args()
 VOCABULARY, LENGTH = 64, 16
@@ -52,42 +49,13 @@ def train_by_trainer(model):
     return trainer.optimizer, trainer.lr_scheduler, result.training_loss
 
 
-def train_by_hand(model):
-    dist.init_process_group("gloo")
-    replica = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    scheduler = get_scheduler("linear", optimizer, 2, 40)
-    data = Sentences(40, 1)
-    sampler = DistributedSampler(data, seed=7)
-    loader = DataLoader(data, batch_size=2, sampler=sampler)
-    total = 0.0
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        replica.train()
-        for step, batch in enumerate(loader):
-            loss = replica(**batch).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            total += loss.item()
-            if step % 4 == 0:
-                print(f"epoch {epoch} step {step} loss {loss.item()!r}", flush=True)
-        if args.save and dist.get_rank() == 0:
-            model.save_pretrained(f"adapter-{epoch}")
-        dist.barrier()
-    dist.destroy_process_group()
-    return optimizer, scheduler, total
-
-
 set_seed(1)
 base = GPT2LMHeadModel(
     GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
 )
 lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["c_attn"])
 model = get_peft_model(base, lora)
-optimizer, scheduler, loss = train_by_hand(model) if args.own_loop else train_by_trainer(model)
+optimizer, scheduler, loss = train_by_trainer(model)
 print(f"loss {loss!r}")
 held = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 print_digests(os.environ["RANK"], **{name: one.state_dict() for name, one in held.items()})
