@@ -24,11 +24,6 @@ def test_the_default_preset_shows_every_key_with_its_default() -> None:
     assert resolve([preset], {}, {}) == Config()
 
 
-@pytest.mark.parametrize("name", ["default", "debug", "torchrun"])
-def test_every_preset_is_valid(name: str) -> None:
-    assert isinstance(resolve([read_config_file(name)], {}, {}), Config)
-
-
 def test_options_beat_variables_beat_later_files_beat_earlier_files(tmp_path: Path) -> None:
     text = "standbys: 2\nrun_id: a\nrungs: [restart]\nrecord_limit_mib: 8"
     first = read_config_file(write(tmp_path / "a.yaml", text))
@@ -74,27 +69,14 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
     [
         ("stanbys: 2", "stanbys: unknown; did you mean 'standbys'?"),
         ("launch: 3", "launch: is not a mapping; write torchrun's options as 'name: value'"),
-        (
-            "standby_depth: setup",
-            "standby_depth: unknown; it was removed, leave it out: a replacement runs the script's",
-        ),
         ("launch: {tee: null}", "launch: tee is None; give a number, a string, true, false or a list of strings"),
-        (
-            "retry_on: ['(']",
-            "retry_on: '(' is not a regular expression; correct it (missing ), unterminated subpattern",
-        ),
         ("device_errors: {'(': link}", "device_errors: '(' is not a regular expression; correct it (missing ), unter"),
         ("device_errors: {x: linc}", "device_errors: 'x' is 'linc', which is not a fault; use one of memory-temporary"),
-        ("device_errors: [x]", "device_errors: ['x'] is not valid; it should be a valid dictionary"),
         ("faults: ['kil:rank=1']", "faults: there is no fault 'kil'; did you mean 'kill'?"),
         ("standbys: two", "standbys: 'two' is not valid; it should be a valid integer (processes kept ready"),
-        ("standbys: '2'", "standbys: '2' is not valid; it should be a valid integer"),
-        ("standbys: true", "standbys: True is not valid; it should be a valid integer"),
         ("standbys: 65", "standbys: 65 is not valid; it should be less than or equal to 64"),
         ("freeze_timeout_s: 0", "freeze_timeout_s: 0 is not valid; it should be greater than 0"),
-        ("freeze_timeout_s: .inf", "freeze_timeout_s: '.inf' is not valid; it should be a valid number"),
         ("follow: [my-trainer]", "follow: 'my-trainer' is not a module's name; write it as after 'import', such as"),
-        ("follow: [mytrainer/loop.py]", "follow: 'mytrainer/loop.py' is not a module's name; write it as"),
         ("run_id: ../../etc", "run_id: '../../etc' is not valid; it should match pattern"),
     ],
 )
@@ -142,13 +124,7 @@ def test_everything_that_is_wrong_is_named_at_once_a_line_each(tmp_path: Path) -
         ("TTPRUN_STANBYS", "2", "TTPRUN_STANBYS: unknown; did you mean 'TTPRUN_STANDBYS'?"),
         ("TTPRUN_STANDBY_DEPTH", "imports", "TTPRUN_STANDBY_DEPTH: unknown; it was removed, leave it out: a"),
         ("TTPRUN_STANDBYS", "two", "TTPRUN_STANDBYS: 'two' is not valid; it should be a valid integer"),
-        ("TTPRUN_ALLOW_FAULTS", "maybe", "TTPRUN_ALLOW_FAULTS: 'maybe' is not valid; it should be a valid boolean"),
         ("TTPRUN_RUNGS", "replace,restat", "TTPRUN_RUNGS: 'restat' is not valid; it should be"),
-        (
-            "TTPRUN_DEVICE_ERRORS",
-            "x",
-            "TTPRUN_DEVICE_ERRORS is not a variable of ttprun; write device_errors in a file",
-        ),
         (
             "TTPRUN_LAUNCH",
             "x",
@@ -256,10 +232,6 @@ def test_a_range_of_nodes_is_not_read_as_a_number_of_minutes(tmp_path: Path) -> 
     assert launch == {"nnodes": "1:4", "tee": 3, "monitor_interval": 0.5, "rdzv_id": "0012"}
 
 
-def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
-    assert resolve([read_config_file(write(tmp_path / "job.yaml", "# nothing\n"))], {}, {}) == Config()
-
-
 def test_the_resolved_configuration_can_be_read_again(tmp_path: Path) -> None:
     launch = {"nnodes": "1:4", "rdzv_id": "0012", "standalone": True, "duplicate_stdout_filters": ["a,b", "c"]}
     config = Config(run_id="01", faults=["kill:rank=1"], allow_faults=True, launch=launch, freeze_timeout_s=0.5)
@@ -291,9 +263,7 @@ def test_configuration_and_observation_import_no_torch() -> None:
     ("text", "mode"),
     [
         ("buddy: on", "on"),
-        ("buddy: true", "on"),
         ("buddy: off", "off"),
-        ("buddy: auto", "auto"),
         ("buddy: node", "node"),
     ],
 )
@@ -304,8 +274,3 @@ def test_whether_mirrors_are_kept_is_a_word_that_yaml_may_read_as_true_or_false(
 
     assert config.buddy == mode
     assert resolve([read_config_file(write(tmp_path / "b.yaml", config.to_yaml()))], {}, {}) == config
-
-
-def test_an_unknown_mode_of_mirrors_is_refused_with_what_was_meant() -> None:
-    with pytest.raises(ConfigError, match="--buddy: 'atuo' is not auto, on, node or off; did you mean 'auto'"):
-        resolve([], {}, {"buddy": "atuo"})

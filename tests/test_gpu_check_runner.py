@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,58 +81,3 @@ def test_parts_run_in_their_order_whatever_becomes_of_one(checked: Checked) -> N
     ]
     assert rows[4]["details"] == ["rank 0: ValueError: no such layout"]
     assert checked.report.finish() == 1
-
-
-def test_what_does_not_come_back_or_is_not_begun_in_time_has_failed(
-    checked: Checked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runner.OVERTIME_S", 0.2)
-    never = threading.Event()
-
-    def hangs(_: float) -> Iterable[Row]:
-        never.wait(LONG_S)
-        return [Row("hangs", "ok", "too late")]
-
-    def takes_long(limit_s: float) -> Iterable[Row]:
-        time.sleep(limit_s)
-        return [Row("long", "ok", "it took all of its time")]
-
-    late = part("C", Task("long", LONG_S, takes_long), task("late"), limit_s=0.3)
-    rows = checked.run(part("A", Task("hangs", 0.1, hangs), task("one")), late, part("D", task("two")))
-    never.set()
-
-    assert [(row["what"], row["verdict"]) for row in rows] == [
-        ("hangs", "FAILED"), ("one", "ok"), ("long", "ok"), ("late", "FAILED"), ("two", "ok"),
-    ]  # fmt: skip
-    assert rows[0]["found"] == "it did not end within its limit"
-    assert rows[3]["found"] == "not begun: the time of its part is over"
-
-
-HANGING = """
-import sys, time
-sys.path[:0] = [{check!r}, {repository!r}]
-import check
-from parts import Part, Row, Task
-
-def hangs(limit_s):
-    yield Row("before it", "ok", "was seen")
-    time.sleep(limit_s)
-
-check.PARTS = (Part("A", "hangs", 60, False, lambda place: [Task("hangs", 60, hangs)]),)
-sys.exit(check.main())
-"""
-
-
-def test_a_check_that_is_ended_leaves_a_report_of_what_was_seen(tmp_path: Path) -> None:
-    path = tmp_path / "further" / "report.md"
-    program = HANGING.format(check=str(CHECK), repository=str(CHECK.parents[1]))
-    words = [sys.executable, "-c", program, "--device=cpu", "--report", str(path)]
-
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert any("before it" in line for line in process.stdout)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LONG_S) == 143
-
-    assert "| ok | before it | was seen |" in path.read_text()
-    assert json.loads(path.with_suffix(".json").read_text())["verdict"] == "not finished"

@@ -21,17 +21,6 @@ def test_each_result_is_of_a_program_that_can_be_run_again() -> None:
     assert RESULTS.keys() <= strangers.table()["programs"].keys()
 
 
-def test_a_program_that_was_refused_has_its_reason_below_the_table() -> None:
-    row = {
-        "of": "trl==1", "steps": 16, "equal without a fault": True, "recovery_s": [1.5], "result": "refused",
-        "reason": "one thing",
-    }  # fmt: skip
-
-    assert strangers.line_of("trl sft", row) == "| trl sft (`trl==1`) | 16 | equal | refused | 1.5 s |"
-    assert strangers.reason_of("trl sft", row) == "* trl sft: one thing"
-    assert max(map(len, strangers.reason_of("trl", row | {"reason": "words " * 200}).splitlines())) <= 118
-
-
 @pytest.mark.parametrize(
     ("trace", "is_exact"),
     [

@@ -90,22 +90,6 @@ def test_each_proof_that_is_run_in_turns_was_green_lately() -> None:
     assert {test: why for test, why in reasons.items() if why} == {}
 
 
-@pytest.mark.parametrize(
-    ("results", "not_green", "why"),
-    [
-        ({"a.py::b[x]": {"green": GREEN}}, {}, ""),
-        ({"a.py::b[x]": {"green": GREEN}, "a.py::b[y]": {"green": GREEN | {"date": "2026-11-08"}}}, {}, ""),
-        ({"a.py::b": {"green": GREEN | {"date": "2026-11-07"}}}, {}, "a.py::b was last green on 2026-11-07"),
-        ({"a.py::b[x]": {"green": GREEN}, "a.py::b[y]": {"failed": GREEN}}, {}, "a.py::b[y] has failed"),
-        ({"a.py::b[x]": {"green": GREEN}}, {"a.py::b[y]": "known"}, "a.py::b[y] is known to fail"),
-        ({"a.py::bc": {"green": GREEN}}, {}, "no case was ever seen green"),
-    ],
-    ids=["one case", "the last day", "a day too old", "a failure", "a known failure", "another test only"],
-)
-def test_a_proof_that_is_too_old_or_has_failed_is_none(results: Results, not_green: dict[str, str], why: str) -> None:
-    assert why_no_proof("e2e/a.py::b", results, not_green, date(2026, 11, 24)) == why
-
-
 def why_no_proof(test: str, results: Results, not_green: Collection[str], day: date) -> str:
     """Why a test, named as support.yaml does, proves nothing on that day; "" if it does.
 

@@ -60,8 +60,3 @@ def test_an_option_that_torchrun_does_not_have_yet_is_as_torch_does_anyway() -> 
 
     assert torch_versions.launch_option(old, "signals_to_handle") == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     assert torch_versions.launch_option(Namespace(signals_to_handle="SIGHUP"), "signals_to_handle") == "SIGHUP"
-
-
-def test_the_store_of_an_old_release_is_not_the_one_that_refuses_a_socket() -> None:
-    assert not torch_versions.takes_socket("2.6.0+cu124")
-    assert torch_versions.takes_socket("2.13.0+cpu")

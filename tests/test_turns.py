@@ -27,11 +27,6 @@ def test_each_case_has_one_turn_and_no_turn_lasts_longer_than_another_by_more_th
     assert max(loads) - min(loads) <= max(seconds.values(), default=0.0) + 1e-6
 
 
-def test_any_eight_successive_commits_take_all_turns_by_number_or_by_hash() -> None:
-    assert {commits.turn_of(count, "ff", is_shallow=False) for count in range(1301, 1309)} == set(range(8))
-    assert commits.turn_of(1, "fe28efb88a", is_shallow=True) == 0xFE28EFB88A % 8
-
-
 def test_what_failed_was_never_run_or_was_changed_comes_first_and_the_rest_in_another_order_each_time() -> None:
     results = {"a.py::green": GREEN, "b.py::green": GREEN, "a.py::failed": FAILED}
     cases = ["a.py::green", "b.py::green", "b.py::new", "a.py::failed"]
@@ -41,15 +36,6 @@ def test_what_failed_was_never_run_or_was_changed_comes_first_and_the_rest_in_an
     assert turns.order(many, {}, (), "one") == turns.order(reversed(many), {}, (), "one")
     assert turns.order(many, {}, (), "one") != turns.order(many, {}, (), "two")
     assert turns.lasting(["old", "new"], {"old": GREEN}) == {"old": 3.0, "new": 3.0}
-
-
-@pytest.mark.parametrize(
-    ("case", "why"), [("green", ""), ("failed", ""), ("new", "never seen green"), ("known", "a leader is lost")]
-)
-def test_only_what_was_once_green_blocks_a_change(case: str, why: str) -> None:
-    results = {"green": GREEN, "failed": FAILED, "known": GREEN}
-
-    assert turns.why_no_block(case, results, {"known": "a leader is lost"}) == why
 
 
 def test_what_is_written_down_names_tests_that_there_are_and_what_is_known_to_fail_has_a_reason() -> None:

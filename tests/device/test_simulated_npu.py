@@ -20,11 +20,6 @@ def test_it_does_what_a_real_one_would() -> None:
     run_there("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/simulated_npu/cases.py")
 
 
-@pytest.mark.slow
-def test_its_collectives_are_late_wait_for_lost_peers_and_end_in_garbage_when_the_device_is_stopped() -> None:
-    run_there("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "tests/simulated_npu/two_ranks.py")
-
-
 def run_there(*arguments: str) -> None:
     """Run Python with the device. AssertionError if that fails."""
     path = os.pathsep.join([simulated_npu.on_path(), os.environ.get("PYTHONPATH", "")])

@@ -20,14 +20,6 @@ after_import("waited", lambda: done.append(sys.modules["waited"].value))
 WAYS = {
     "import": "import waited",
     "probe": "importlib.util.find_spec('waited'); importlib.util.find_spec('waited'); import waited",
-    "probe of a submodule": "importlib.util.find_spec('waited.part'); import waited",
-    "submodule first": "import waited.part",
-    "by name": "importlib.import_module('waited')",
-    "reload": "import waited; importlib.reload(waited)",
-    "by a spec of one's own": (
-        "spec = importlib.util.find_spec('waited'); module = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['waited'] = module; spec.loader.exec_module(module)"
-    ),
     "lazily": (
         "spec = importlib.util.find_spec('waited'); spec.loader = importlib.util.LazyLoader(spec.loader)\n"
         "module = importlib.util.module_from_spec(spec); sys.modules['waited'] = module\n"
@@ -40,16 +32,11 @@ WAYS = {
         "assert not done; flag.fails = False; import waited"
     ),
     "in a thread": "t = threading.Thread(target=importlib.import_module, args=('waited',)); t.start(); t.join()",
-    "in many threads": (
-        "ts = [threading.Thread(target=importlib.import_module, args=('waited',)) for _ in range(8)]\n"
-        "[t.start() for t in ts]; [t.join() for t in ts]"
-    ),
     "while another thread is importing it": (
         "import flag; flag.began.clear(); flag.slow = True\n"
         "t = threading.Thread(target=importlib.import_module, args=('waited',)); t.start(); flag.began.wait()\n"
         "importlib.util.find_spec('json'); import waited; t.join()"
     ),
-    "within another module": "import outer",
     "by a finder before ours, then any other import": (
         "class First:\n"
         "    def find_spec(self, name, path, target=None):\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,12 +18,6 @@ def board_fd() -> Iterator[int]:
     fd, _ = Board.create(3)
     yield fd
     os.close(fd)
-
-
-def test_a_new_board_is_empty(board_fd: int) -> None:
-    board = Board(board_fd, 3)
-
-    assert [board.get(rank, field) for rank in range(3) for field in FIELDS] == [0] * 3 * len(FIELDS)
 
 
 def test_what_one_process_writes_another_reads(board_fd: int) -> None:
@@ -68,25 +61,6 @@ def test_a_rank_that_waits_is_woken_by_the_announcement(board_fd: int, seen: int
     Board(board_fd, 3).announce(2, Field.RECORDED, 3)
 
     assert woken.wait(LIMIT_S)
-
-
-def test_a_wait_for_a_field_that_has_changed_already_returns_at_once(board_fd: int) -> None:
-    board = Board(board_fd, 3)
-    board.set(0, Field.APPLIED, 5)
-    waiter = threading.Thread(target=board.wait_for_change, args=(0, Field.APPLIED, 4, FOR_EVER_S), daemon=True)
-
-    waiter.start()
-    waiter.join(LIMIT_S)
-
-    assert not waiter.is_alive()
-
-
-def test_a_wait_ends_when_its_time_is_over(board_fd: int) -> None:
-    began_s = time.monotonic()
-
-    Board(board_fd, 3).wait_for_change(0, Field.APPLIED, 0, 0.05)
-
-    assert time.monotonic() - began_s > 0.04
 
 
 def test_a_rank_that_waits_lets_other_threads_run(board_fd: int) -> None:

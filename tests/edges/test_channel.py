@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -11,7 +10,6 @@ import pytest
 
 from ttprun.protocol import channel
 from ttprun.protocol.channel import Channel, Sent
-from ttprun.protocol.codec import encode
 from ttprun.protocol.from_rank import Note
 from ttprun.protocol.mindio import SchedulerCall
 from ttprun.protocol.to_rank import Heard
@@ -45,18 +43,6 @@ def test_a_message_comes_as_it_was_sent(line: Line, message: Sent) -> None:
     assert theirs.read_available() == [message]
 
 
-def test_messages_come_one_by_one_however_the_socket_cuts_them(line: Line) -> None:
-    ours, theirs = line
-    raw = b"".join(map(encode, (Note("1"), Note("2"), Note("3"))))
-
-    found = []
-    for byte in raw:
-        ours.sock.sendall(bytes([byte]))
-        found += theirs.read_available()
-
-    assert found == [Note("1"), Note("2"), Note("3")]
-
-
 def test_a_message_larger_than_the_sockets_buffer_arrives(line: Line) -> None:
     ours, theirs = line
     message = Note("x" * (1 << 20))
@@ -82,16 +68,6 @@ def test_a_rank_that_reads_nothing_keeps_nobody_waiting_and_gets_all_of_it_later
         ours.flush()
 
     assert found == messages
-
-
-def test_what_was_kept_for_a_rank_that_is_gone_is_forgotten(line: Line) -> None:
-    ours, theirs = line
-    ours.waits = False
-    ours.send(Note("x" * (1 << 20)))
-
-    theirs.close()
-    ours.flush()
-    ours.flush()
 
 
 def test_messages_of_several_threads_are_not_mixed(line: Line) -> None:
@@ -152,14 +128,6 @@ def test_the_end_of_the_line_is_said(line: Line) -> None:
         theirs.read_available()
     with pytest.raises(EOFError):
         theirs.receive_with_fds()
-    assert list(theirs.messages()) == []
-
-
-def test_half_a_message_of_a_process_that_died_is_not_taken_for_one(line: Line) -> None:
-    ours, theirs = line
-    ours.sock.sendall(b'{"op": "frozen", "bound')
-    ours.sock.shutdown(socket.SHUT_RDWR)
-
     assert list(theirs.messages()) == []
 
 

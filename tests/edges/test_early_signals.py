@@ -49,25 +49,17 @@ def _signal_while_importing(folder: Path, command: list[str], numbers: list[int]
     return process.returncode, errors
 
 
-@pytest.mark.parametrize("command", [[CONSOLE_SCRIPT], [sys.executable, "-m", "ttprun"]], ids=["script", "module"])
 @pytest.mark.parametrize(
     ("number", "exit_code"),
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)],
     ids=["TERM", "USR1", "INT"],
 )
 def test_a_signal_during_the_import_of_torch_ends_the_launcher_in_order(
-    tmp_path: Path, command: list[str], number: signal.Signals, exit_code: int
+    tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
-    found = _signal_while_importing(tmp_path, command, [number], on_signal="")
+    found = _signal_while_importing(tmp_path, [CONSOLE_SCRIPT], [number], on_signal="")
 
     assert found == (exit_code, f"ttprun: ended by {number.name} before any rank was started\n")
-
-
-def test_two_signals_during_the_import_are_one(tmp_path: Path) -> None:
-    code, errors = _signal_while_importing(tmp_path, [CONSOLE_SCRIPT], [signal.SIGUSR1, signal.SIGTERM], on_signal="")
-
-    assert code == 143
-    assert "Traceback" not in errors
 
 
 def test_a_signal_whose_exception_is_lost_in_a_destructor_ends_the_launcher_nevertheless(tmp_path: Path) -> None:

@@ -77,48 +77,13 @@ def test_a_message_without_its_fields_or_with_others_is_refused(kind: type) -> N
         (b'{"op": 1}', 'not an object with a str "op": '),
         (b'{"op": "Rebuild"}', "unknown message 'Rebuild': install the same version of ttprun on both sides"),
         (b'{"op": "RankRebuilt", "generation": "1"}', "RankRebuilt: Expected `int`, got `str` - at `$.generation`"),
-        (b'{"op": "RankRebuilt", "generation": true}', "RankRebuilt: Expected `int`, got `bool` - at `$.generation`"),
-        (b'{"op": "Note", "text": null}', "Note: Expected `str`, got `null` - at `$.text`"),
-        (b'{"op": "NotProved", "reasons": [1]}', "NotProved: Expected `object`, got `int` - at `$.reasons[0]`"),
-        (
-            b'{"op": "Put", "generation": 1, "key": "port", "value": "a"}',
-            "Put: Invalid base64 encoded string - at `$.value`",
-        ),
-        (
-            b'{"op": "Put", "generation": 1, "key": "port", "value": "\xc3\xa9"}',
-            "Put: Invalid base64 encoded string - at `$.value`",
-        ),
-        (
-            b'{"op": "Prepared", "generation": 1, "boundary": 0, "part": 9, "journal": {}}',
-            "Prepared: Invalid enum value 9 - at `$.part`",
-        ),
         (
             b'{"op": "Prepared", "generation": 1, "boundary": 0, "part": 0, "journal": {}}',
             "Prepared: part: RT_SEND is not a loss",
         ),
         (
-            b'{"op": "Prepared", "generation": 1, "boundary": 0, "part": true, "journal": {}}',
-            "Prepared: Expected `int`, got `bool` - at `$.part`",
-        ),
-        (
-            b'{"op": "SchedulerAsked", "what": "halt"}',
-            "SchedulerAsked: Invalid enum value 'halt' - at `$.what`",
-        ),
-        (
-            b'{"op": "SchedulerAsked", "what": ["stop"]}',
-            "SchedulerAsked: Expected `str`, got `array` - at `$.what`",
-        ),
-        (
             b'{"op": "SchedulerAsked", "what": "stop", "ranks": {"one": 1}}',
             "SchedulerAsked: Expected `int`, got `str` - at `key` in `$.ranks`",
-        ),
-        (
-            b'{"op": "RankFrozen", "generation": 1, "boundary": 0, "journal": {"world": {"ranks": [0]}}}',
-            "RankFrozen: Object missing required field `issued` - at `$.journal[...]`",
-        ),
-        (
-            b'{"op": "Imported", "directory": "/", "modules": [["torch", ""]]}',
-            "Imported: Expected `array` of length 3, got 2 - at `$.modules[0]`",
         ),
     ],
 )

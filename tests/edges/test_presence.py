@@ -60,17 +60,6 @@ def test_it_stops_at_boundary_0_at_once(lines: Any) -> None:
     assert [board.get(rank, Field.HELD) for rank in range(2)] == [0, 2]
 
 
-def test_it_resumes_at_once_if_nothing_is_expected_of_it(lines: Any) -> None:
-    ours, presence, _ = lines
-
-    ours.send(resume(2))
-    ours.send(Freeze((1,), 3, lost=(0,)))
-
-    said = up_to_frozen(ours)
-    assert said == [from_rank.RankRebuilt(2), from_rank.RankReissued(2), from_rank.RankFrozen(3, boundary=0)]
-    assert presence.may_start.is_set()
-
-
 def test_a_replacement_of_which_something_is_expected_says_so_itself_when_it_has_done_it(lines: Any) -> None:
     ours, presence, _ = lines
 

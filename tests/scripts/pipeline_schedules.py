@@ -1,6 +1,7 @@
 """Pipelines by torch.distributed.pipelining, times data and tensor parallelism. Nothing here knows of a launcher.
 
-With `--fsdp` the stages are sharded; otherwise their gradients are reduced by hand. `--rich` adds validation, accumulated gradients, and checkpoints while the other ranks wait.
+With `--fsdp` the stages are sharded; otherwise their gradients are reduced by hand. `--rich` adds validation,
+accumulated gradients, and checkpoints while the other ranks wait.
 """
 
 import os

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,56 +31,6 @@ def busy() -> torch.Tensor:
     return large @ large @ large
 
 
-def test_work_runs_late_and_an_event_says_when() -> None:
-    result = busy()
-    event = torch.npu.Event()
-    event.record()
-
-    assert not event.query()
-    assert not torch.npu.current_stream().query()
-    event.synchronize()
-    assert event.query()
-    assert result[0, 0].item() == TOO_LONG**2
-
-
-def test_streams_run_beside_each_other_and_wait_for_events_only() -> None:
-    side = torch.npu.Stream()
-    result = busy()
-    with torch.npu.stream(side):
-        assert torch.npu.current_stream() == side
-        other = torch.ones(2, device="npu") + 1
-    side.synchronize()
-
-    side.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(side):
-        seen = result[0, 0].clone()
-    assert other.sum().item() == 4
-    side.synchronize()
-    assert seen.item() == TOO_LONG**2
-
-
-def test_a_copy_to_pinned_memory_is_late_and_others_are_not() -> None:
-    pinned, pageable = torch.zeros(1).pin_memory(), torch.zeros(1)
-    assert (pinned.is_pinned(), pageable.is_pinned()) == (True, False)
-
-    pinned.copy_(busy()[0, :1], non_blocking=True)
-    at_once = pinned.item()
-    pageable.copy_(busy()[0, :1], non_blocking=True)
-
-    assert (at_once, pageable.item()) == (0, TOO_LONG**2)
-    assert pinned.item() == TOO_LONG**2
-
-
-def test_an_error_of_a_kernel_comes_late_and_stays() -> None:
-    table = torch.zeros(4, 2, device="npu")
-    torch.index_select(table, 0, torch.tensor([9], device="npu"))
-
-    with pytest.raises(RuntimeError, match="error code is 507015"):
-        torch.npu.synchronize()
-    with pytest.raises(RuntimeError, match="error code is 507015"):
-        table + 1
-
-
 def test_small_tensors_are_copied_together_whatever_their_types() -> None:
     expected = [torch.arange(7), torch.randn(3, 5).half(), torch.tensor(1.5), torch.ones(9).bool()]
     tensors = [one.to("npu") for one in expected]
@@ -96,22 +41,6 @@ def test_small_tensors_are_copied_together_whatever_their_types() -> None:
     assert torch.npu.copied_to_host()[1] == count + 1
     assert all(one.is_cpu and torch.equal(one, other) for one, other in zip(found[1:-1], expected, strict=True))
     assert [one.dtype for one in found[1:-1]] == [one.dtype for one in expected]
-
-
-def test_each_wait_for_the_device_is_counted_and_work_that_is_only_given_to_it_is_not() -> None:
-    tensor = torch.ones(64, device="npu")
-    event, count = torch.npu.Event(), torch.npu.drains()
-
-    event.record()
-    torch.empty(64, pin_memory=True).copy_(tensor + tensor, non_blocking=True)
-    event.query()
-    assert torch.npu.drains() == count
-    tensor.cpu()
-    tensor[0].item()
-    event.synchronize()
-    torch.npu.synchronize()
-
-    assert torch.npu.drains() == count + 4
 
 
 def test_what_is_left_for_a_boundary_is_copied_at_once_in_the_order_in_which_it_came() -> None:
@@ -206,109 +135,3 @@ def test_a_large_tensor_is_hashed_on_the_device_as_on_the_host() -> None:
 
     assert torch.npu.copied_to_host()[0] - size < 4 * tensor.numel() / 1000
     assert found == bytes(bytes_of(folded(tensor)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (State.UCE_EXIT, "UCE ERROR, error code is 507053"),
-        (State.HBM_ECC_EXIT, r"HBM MULTI BIT ECC ERROR.time us= \d+"),
-    ],
-)
-def test_a_read_of_failed_memory_is_found_late_and_names_the_error(kind: State, text: str) -> None:
-    bad, good = torch.ones(4, device="npu"), torch.ones(4, device="npu")
-    breaking.fail_memory(bad, kind)
-
-    assert good.sum().item() == 4  # nobody has read it so far
-    bad + good
-    with pytest.raises(RuntimeError, match=text):
-        torch.npu.synchronize()
-    with pytest.raises(RuntimeError, match=text):
-        good + good
-
-
-def test_persistent_memory_is_unsafe_after_a_restart_until_it_is_marked() -> None:
-    bad, good = torch.ones(4, device="npu"), torch.ones(4, device="npu")
-    breaking.fail_memory(bad)
-    bad.add_(1)
-    with pytest.raises(RuntimeError, match="UCE ERROR"):
-        torch.npu.synchronize()
-
-    assert torch.npu.stop_device(0) == 0
-    assert torch.npu.check_uce_in_memory(0) == 3
-    assert torch.npu._get_uce_addr() == [{"ptr": bad.data_ptr(), "size": 16}]
-    torch.npu.restart_device(0)
-
-    with pytest.raises(RuntimeError, match="There is unsafe data in the input tensor"):
-        bad.sum()
-    bad.copy_(good)
-    torch.npu._recovery.update_npu_tensor_to_safe(bad)
-    assert bad.sum().item() == 4
-    assert torch.npu.check_uce_in_memory(0) == 0
-
-
-def test_a_stopped_device_ends_what_runs_and_refuses_all_else() -> None:
-    results = [busy() for _ in range(20)]
-
-    assert torch.npu.stop_device(0) == 0
-    with pytest.raises(RuntimeError, match="FORCE STOP"):
-        torch.ones(1, device="npu")
-    torch.npu.restart_device(0)
-    assert torch.ones(2, device="npu").sum().item() == 2
-    assert results[-1][0, 0].item() != TOO_LONG**2  # it was not waited for
-
-
-FAILED_COLLECTIVE = """
-import os, sys, time, torch, torch.distributed as dist
-from torch_npu import breaking
-dist.init_process_group("hccl", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-backend = dist.group.WORLD._get_backend(torch.device("npu"))
-tensor = torch.ones(2, device="npu")
-breaking.fail_memory(tensor)
-work = dist.all_reduce(tensor, async_op=True)
-while not work.is_completed(): time.sleep(0.01)
-time.sleep(0.5)
-begun = time.monotonic()
-dist.destroy_process_group()
-del work, backend
-print(time.monotonic() - begun)
-os._exit(0)
-"""
-
-
-def failed_collective(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", FAILED_COLLECTIVE, str(folder / "store")],
-        env={**os.environ, "TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_the_watchdog_ends_the_process_of_a_failed_collective(tmp_path: Path) -> None:
-    done = failed_collective(tmp_path)
-
-    assert done.returncode == -signal.SIGABRT
-    assert "HCCL watchdog thread ends the process: operator():simulated NPU function error: UCE ERROR" in done.stderr
-
-
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_memory_that_another_stream_still_uses_holds_garbage_unless_that_was_recorded(is_recorded: bool) -> None:
-    torch.npu.empty_cache()  # so that the next one asked for is the one given back
-    source = torch.ones(4096, device="npu")
-    torch.npu.synchronize()
-    side = torch.npu.Stream()
-    with torch.npu.stream(side):
-        busy()
-        seen = source + 0
-    if is_recorded:
-        source.record_stream(side)
-
-    del source
-    torch.empty(4096, device="npu")
-    torch.npu.current_stream().synchronize()
-    side.synchronize()
-
-    assert (seen.tolist() == [1.0] * 4096) is is_recorded
