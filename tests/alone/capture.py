@@ -122,8 +122,7 @@ class Capture:
         Before each optimizer step the script's state replaces the file.
         """
         host, full = self._host, user_code.full_path(script)
-        for file in (__file__, "<string>"):  # who runs the script is no part of it
-            ownership.leave_out(file)
+        ownership.note_library("torch", os.path.join(__file__, "all"))  # who runs the script is no part of it
         sys.path[0] = os.path.dirname(full)
         ownership.add_user_directory(sys.path[0])
         user_code.install()

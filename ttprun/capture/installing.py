@@ -102,11 +102,6 @@ def _take_away_later_rows(session: Rank, writer: Any) -> None:
 _WRITERS = "tensorboard.summary.writer.event_file_writer"
 
 
-def follow_tensorboard() -> None:
-    """Patch TensorBoard's writer, once the script has imported it."""
-    after_import(_WRITERS, _patch)
-
-
 def _patch() -> None:
     kind = getattr(sys.modules.get(_WRITERS), "EventFileWriter", None)
     original = getattr(kind, "add_event", None)
@@ -235,7 +230,7 @@ def install(steps_now: Callable[[], recording.Steps] = lambda: recording.Steps((
     loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
     leave_us_alone()
     output.note_lines()
-    follow_tensorboard()
+    after_import(_WRITERS, _patch)  # TensorBoard's
     follow()
     return origins.why_not()
 

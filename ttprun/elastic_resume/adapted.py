@@ -102,7 +102,9 @@ class Derived:
         if name == "torch":
             return self._torch(seed)
         numpy: Any = sys.modules.get("numpy")
-        return state if numpy is None else random_state.state_of_numpy(numpy.random.RandomState(seed & _NUMPY_SEEDS))
+        if numpy is None:
+            return state
+        return random_state.pack_mersenne(numpy.random.RandomState(seed & _NUMPY_SEEDS).get_state(legacy=False))
 
     def torch_state(self, state: bytes) -> bytes:
         """The state of a torch.Generator, derived from an old rank's."""

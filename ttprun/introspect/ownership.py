@@ -61,7 +61,6 @@ _libraries: tuple[str, ...] = ()
 _seen_before: frozenset[str] | None = None  # files to follow, for the loops that an earlier run has met in them
 _followed_files: set[str] = set()
 _followed_packages: tuple[str, ...] = ()
-_left_out: set[str] = set()  # files whose code runs the script
 
 
 class _Answers(dict[str, bool]):
@@ -87,12 +86,6 @@ def add_named_path(path: str) -> None:
     add_user_directory(full)
     if is_installed(full) or full.endswith(".py"):
         _own_installed += (full if full.endswith(".py") else full.rstrip(os.sep) + os.sep,)
-    _forget_answers()
-
-
-def leave_out(filename: str) -> None:
-    """Code of this file runs the script, and is no part of it."""
-    _left_out.add(filename)
     _forget_answers()
 
 
@@ -218,7 +211,7 @@ def _put_by_pip(folder: str) -> frozenset[str]:
 def is_of_user(filename: str) -> bool:
     """Whether a file is the user's own. Without any directory of the user's being known, none is."""
     path = os.path.abspath(filename)
-    if filename.startswith("<") or filename in _left_out or is_installed(path):
+    if filename.startswith("<") or is_installed(path):
         return False
     if path.startswith(tuple(_user_directories)) or path in _own_installed:
         return True

@@ -27,11 +27,6 @@ def state_of_python(generator: Any) -> list[Any]:
     return [version, _WORDS.pack(*words), gauss]
 
 
-def state_of_numpy(generator: Any) -> list[Any]:
-    """The state of a `numpy.random.RandomState` in our form."""
-    return _pack_mersenne(generator.get_state(legacy=False))
-
-
 def _memory(at: int, size: int) -> Any:
     """A view of memory; its `.raw` reads the bytes."""
     return (c_char * size).from_address(at)
@@ -75,9 +70,9 @@ def _ask_numpy(numpy: Any) -> list[Any]:
     state = _numpy
     if state is None or state.generator is not generator or state.bits is not bits:
         if type(bits).__name__ != "MT19937":
-            return _pack_mersenne(numpy.random.get_state(legacy=False))
+            return pack_mersenne(numpy.random.get_state(legacy=False))
         state = _numpy = _Numpy(generator, bits)
-    state.packed = _pack_mersenne(numpy.random.get_state(legacy=False))
+    state.packed = pack_mersenne(numpy.random.get_state(legacy=False))
     state.seen, state.seen_twister = state.own.raw, state.twister.raw
     return state.packed
 
@@ -136,7 +131,8 @@ def tensor_from_bytes(raw: bytes) -> torch.Tensor:
     return tensor  # type: ignore[no-any-return]
 
 
-def _pack_mersenne(state: dict[str, Any]) -> list[Any]:
+def pack_mersenne(state: dict[str, Any]) -> list[Any]:
+    """What `get_state(legacy=False)` of one of numpy's generators has returned, in our form."""
     inner = state["state"]
     return [
         state["bit_generator"],

@@ -138,8 +138,8 @@ def test_of_what_nobody_writes_to_so_much_is_hashed_at_a_boundary_and_no_more(
     elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[int] = []
-    digest, part = large._digest, large._Met.part
-    monkeypatch.setattr(large, "_digest", lambda value: (hashed.append(value.nbytes), digest(value))[1])
+    digest, part = large.fingerprint_of_all, large._Met.part
+    monkeypatch.setattr(large, "fingerprint_of_all", lambda value: (hashed.append(value.nbytes), digest(value))[1])
     monkeypatch.setattr(large._Met, "part", lambda self, which: (hashed.append(-1), part(self, which))[1])
     arrays = [np.ones(elements), np.ones(elements)]
     for _ in range(large._LOOKS + 1):

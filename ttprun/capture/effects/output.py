@@ -61,7 +61,7 @@ class _NotedRaw(io.RawIOBase):
         self._stream = stream  # kept, or it would close the descriptor
         self._fd: int = stream.fileno()
         self._number = number
-        self._begun = _Begun()
+        self.begun = _Begun()
         self._file = _file_of(self._fd)
         self.name = getattr(stream, "name", self._fd)
         self.mode = "wb"
@@ -93,25 +93,21 @@ class _NotedRaw(io.RawIOBase):
         """What is held comes out at the latest when nothing is left out any more, or the script is over."""
         super().flush()
         session = current()
-        if self._begun.is_held and (not _left_out or session is None or session.is_over):
+        if self.begun.is_held and (not _left_out or session is None or session.is_over):
             self._write_out(self._take_held())
-
-    def forget_begun(self) -> None:
-        """Another run of the script begins to print."""
-        self._begun = _Begun()
 
     def _write_out(self, rest: bytes) -> None:
         while rest:
             rest = rest[signal_handlers.call_through(os.write, (self._fd, rest), {}) :]
 
     def _take_held(self) -> bytes:
-        begun = self._begun
+        begun = self.begun
         text, begun.is_held = begun.text if begun.is_held else b"", False
         return text
 
     def _noted(self, session: Rank, raw: bytes) -> bytes:
         """Note the lines that end in it; returns what is to be written, which may have been held."""
-        boundary, begun = session.board.get(session.rank, Field.RECORDED), self._begun
+        boundary, begun = session.board.get(session.rank, Field.RECORDED), self.begun
         out = b""
         if begun.boundary != boundary:
             if begun.text and not self._is_left_out(session, begun.boundary, begun.text):
@@ -138,7 +134,7 @@ class _NotedRaw(io.RawIOBase):
         place = location_key() if threading.current_thread() is threading.main_thread() else ""
         known_by = place.encode() if place else _TIME_OF_DAY.sub(b"", line)
         digest = xxhash.xxh3_64_intdigest(known_by, self._number)
-        if _left_out and self._begun.is_held and (times := _left_out[boundary, digest]):
+        if _left_out and self.begun.is_held and (times := _left_out[boundary, digest]):
             _left_out[boundary, digest] = times - 1
             if times == 1:
                 del _left_out[boundary, digest]
@@ -194,7 +190,7 @@ def resume_from(recorder: Recorder, boundary: int) -> None:
     _left_out.clear()
     _left_out.update((after, digest) for _, after, digest in printed if after >= boundary)
     for stream in _streams.values():
-        stream.forget_begun()
+        stream.begun = _Begun()
 
 
 def end() -> None:

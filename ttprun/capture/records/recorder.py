@@ -210,15 +210,13 @@ class Recorder:
             end = self.size_bytes(self.slot_bytes)
             evidence_at = self._printed_start - REGION_BYTES
             list(self._workers_parts())  # they are known from now on
-            return [*self._written_parts(0, evidence_at), *self._parts_from(self._printed_start, end)]
+            printed = self._written_parts(self._printed_start, end)
+            return [*self._written_parts(0, evidence_at), *((self._printed_start + at, part) for at, part in printed)]
         parts = list(self._workers_parts())
         while self._changed:
             at, size = self._changed.popleft()
             parts.append((at, bytes(self._view[at : at + size])))
         return parts
-
-    def _parts_from(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-        return ((start + offset, part) for offset, part in self._written_parts(start, end))
 
     def _workers_parts(self) -> Iterator[tuple[int, bytes]]:
         """What DataLoader workers, which are processes of their own, have written since this was called last."""

@@ -207,7 +207,9 @@ class Merge(Outcome):
         shape = PARTS[type(last)]
         if not any(part not in (Part.NUMBER, Part.AGE, Part.UNORDERED) for part in shape.values()):
             return False
-        if isinstance(last, DictNode) and not self._has_keys_alike(first, last, mine):
+        if isinstance(last, DictNode) and not all(
+            _is_key(key) for node in (first, last, mine) for key in listed(node.keys)
+        ):
             return False
         plain = [name for name in last.__struct_fields__ if name not in shape]
         nodes = [_without_positions(node) for node in (first, last, mine)]
@@ -237,9 +239,6 @@ class Merge(Outcome):
         made = self.of_mine(mine)
         is_here = isinstance(made, TensorNode)
         return replace(made, dtype=last.dtype, shape=last.shape, layout=[stride, offset, size]) if is_here else made
-
-    def _has_keys_alike(self, *nodes: DictNode) -> bool:
-        return all(all(_is_key(key) for key in listed(node.keys)) for node in nodes)
 
     def _merged(self, first: Any, last: Any, mine: Any) -> Node:
         number = number_of(mine)

@@ -206,10 +206,6 @@ class DataTree(DataPiece):
         self.follow(walk.trace)
         self.follow_samples(walk.samples)
 
-    def holds_now(self) -> bool:
-        """Whether all is as it was, as far as a boundary has time to look."""
-        return length_of(self.root) == self.length and self.holds_in_turn()
-
     def node(self, snapshot: Snapshot) -> DataTreeNode | None:
         """Its node, after it has entered the walk; None if this walk has met a part of it before."""
         numbers = snapshot.numbers
@@ -255,7 +251,7 @@ def node_of(snapshot: Snapshot, value: Any) -> DataTreeNode | None:
         if tree is None:
             return None
         _trees.keep(id(value), tree)
-    elif not tree.holds_now():
+    elif length_of(value) != tree.length or not tree.holds_in_turn():
         _left.add(tree)
         for trees in (_trees.now, _trees.before):
             trees.pop(id(value), None)

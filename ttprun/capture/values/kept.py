@@ -107,7 +107,7 @@ class Kept(Piece):
     def of(cls, name: str, value: Any, node: Any, marks: tuple[int, ...], snapshot: Snapshot) -> Kept | None:
         """What a walk has just found of one name. None if not every change of it can be seen.
 
-        marks   as `marks_in` has returned them before
+        marks   where the walk was before: those of its trace, and how many objects it had met
         """
         made = cls({name: node}, [value])
         made.trace = snapshot.trace.since(marks)
@@ -194,11 +194,6 @@ def _may_be_followed(container: Any) -> bool:
         and not slots_of(kind)
         and base.__len__(container) <= min(_FOLLOWED[base], _FOLLOWED[OrderedDict])
     )
-
-
-def marks_in(snapshot: Snapshot) -> tuple[int, ...]:
-    """Where a walk is, for `Kept.of`."""
-    return *snapshot.trace.marks(), len(snapshot.alive)
 
 
 def _fitting(parts: list[Kept], met: Mapping[int, int | None] | None = None) -> list[Kept]:
@@ -389,7 +384,7 @@ class Names:
                 continue
             before, key = trace.open, id(value)
             if type(value) in SETTLED or (name in hints and hints[name] == key):
-                marks = marks_in(snapshot)
+                marks = (*trace.marks(), len(snapshot.alive))
                 nodes[name] = node = snapshot.kept_node(value, depth)
                 if trace.open == before:
                     made = Kept.of(name, value, node, marks, snapshot)

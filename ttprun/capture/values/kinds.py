@@ -45,7 +45,7 @@ from ttprun.capture.values import (
 )
 from ttprun.capture.values.histories import Unrecorded
 from ttprun.capture.values.restore import RESTORERS, Restorer
-from ttprun.capture.values.snapshot import Handler, Snapshot, choose_with
+from ttprun.capture.values.snapshot import HANDLERS, Handler, Snapshot
 from ttprun.introspect import fail_open, model_tensors
 from ttprun.introspect.safe_reads import has_dictionary, has_method, slots_of
 
@@ -153,8 +153,8 @@ RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.SameNode: restore.restore_same,
     nodes.NotProvedNode: gaps.restore_by_type,
     nodes.EffectNode: gaps.restore_by_type,
-    nodes.RefusedNode: restore.restore_refused,
-    nodes.ReferenceNode: restore.restore_reference,
+    nodes.RefusedNode: lambda restore, live, node, name: restore.refuse(live, node.reason(name), is_unrecorded=True),
+    nodes.ReferenceNode: lambda restore, live, node, name: restore.known(node.number, live, name),
     nodes.PlainNode: plain.restore_plain,
     nodes.IdNode: containers.restore_id,
     nodes.ListNode: containers.restore_list,
@@ -236,4 +236,4 @@ def _recorded_or_compared(record: Handler, compared: Handler) -> Handler:
     return handle
 
 
-choose_with(handler_for)
+HANDLERS.choose = handler_for

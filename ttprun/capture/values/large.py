@@ -90,10 +90,12 @@ class _Met:
             self.looked = Clock.boundary
             self.looks += 1
         if self.looks >= _LOOKS and not self.parts and not self.is_changing:
-            if is_a(value, torch.Tensor) and _digest(value) != self.digest:
+            if is_a(value, torch.Tensor) and fingerprint_of_all(value) != self.digest:
                 self.is_changing, self.version = True, _UNKNOWN
                 return
-            self.parts = [self.part(which) for which in range(_number_of_parts(self.end - self.at))]
+            size = self.end - self.at
+            parts = -(-size // TURN_BYTES) if size <= WHOLE_BYTES else _SHARES
+            self.parts = list(map(self.part, range(parts)))
             self.seen = [Clock.boundary] * len(self.parts)
             _turns.extend((self, self.parts, which) for which in range(len(self.parts)))
 
@@ -135,10 +137,6 @@ class _Met:
 _met: dict[int, _Met] = {}
 _turns: deque[tuple[_Met, list[bytes], int]] = deque()  # parts, the one that was looked at least recently first
 _turned_at = -1  # boundary
-
-
-def _number_of_parts(size: int) -> int:
-    return -(-size // TURN_BYTES) if size <= WHOLE_BYTES else _SHARES
 
 
 def _take_turns() -> None:
@@ -194,7 +192,7 @@ def follow(value: Any) -> tuple[bytes, bool]:
     is_tensor = type(value) is torch.Tensor or is_a(value, torch.Tensor)
     size = value.nbytes
     if is_tensor and size <= SMALL_BYTES:
-        return _digest(value), False
+        return fingerprint_of_all(value), False
     at = address_of(value)
     version = _version_of(value)
     entry = _met.get(id(value))
@@ -209,7 +207,7 @@ def follow(value: Any) -> tuple[bytes, bool]:
             return entry.digest, entry.is_changing
     if entry.begin_look(at, size) and is_tensor:
         entry.probe = _probe(value)
-    digest = _digest(value)
+    digest = fingerprint_of_all(value)
     # Only blocks of a larger one were hashed, and something was written to it.
     has_changed = digest != entry.digest or (is_tensor and size > TENSOR_BYTES)
     entry.version, entry.digest, entry.values = version, digest, entry.read_probe()
@@ -218,11 +216,6 @@ def follow(value: Any) -> tuple[bytes, bool]:
         if not (has_changed or is_tensor) and _has_turns(value, is_tensor):
             entry.note_same(value)
     return digest, entry.is_changing
-
-
-def fingerprint_of_all(value: Any) -> bytes:
-    """A hash of the elements of a tensor or array, made anew; of a large one as `follow` makes it."""
-    return _digest(value)
 
 
 def age_of(value: Any) -> int:
@@ -290,7 +283,8 @@ def _keep(value: Any) -> _Met:
     return entry
 
 
-def _digest(value: Any) -> bytes:
+def fingerprint_of_all(value: Any) -> bytes:
+    """A hash of the elements of a tensor or array, made anew; of a large one as `follow` makes it."""
     if type(value) is not torch.Tensor and is_a(value, numpy.ndarray):
         return digest_of(numpy.ascontiguousarray(value).reshape(-1).view("u1").data)
     if (
@@ -387,14 +381,12 @@ def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool
     if not is_changing:
         return DataNode(dtype, shape, digest, age_of(value))
     is_tensor = is_a(value, torch.Tensor)
-    snapshot.blobs.append(plain(value if is_tensor else torch.from_numpy(_bytes_of(value).copy())))
+    snapshot.blobs.append(
+        plain(value if is_tensor else torch.from_numpy(numpy.ascontiguousarray(value).reshape(-1).view("u1").copy()))
+    )
     number = snapshot.number(value)
     first = Number(snapshot.storages.setdefault(address_of(value), number))
     return ChangedDataNode(number, dtype, shape, len(snapshot.blobs) - 1, first)
-
-
-def _bytes_of(array: Any) -> Any:
-    return numpy.ascontiguousarray(array).reshape(-1).view("u1")
 
 
 def compare_data(restore: Restore, live: Any, node: DataNode, name: str) -> Any:

@@ -156,7 +156,9 @@ class _Layout:
         self.parameters += [item for item in tables["_parameters"].values() if item is not None]
         for where in ("_buffers", "_parameters"):
             for name, tensor in tables[where].items():
-                if tensor is None or _is_stepped(tensor, snapshot):
+                if tensor is None or (
+                    tensor.layout is torch.strided and local_of(tensor).untyped_storage().data_ptr() in snapshot.stepped
+                ):
                     continue
                 if id(tensor) in snapshot.numbers:
                     self.elsewhere.add(id(tensor))
@@ -289,10 +291,6 @@ def _first_other(described: ModuleDescription, hooks: list[int]) -> str:
 # Of a parameter: whether it is learnt, and its hooks, each None if it never had any.
 _HOOKED: Any = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _layouts: Remembered[_Layout] = Remembered()  # by the module's id: a layout holds its module
-
-
-def _is_stepped(tensor: torch.Tensor, snapshot: Snapshot) -> bool:
-    return tensor.layout is torch.strided and local_of(tensor).untyped_storage().data_ptr() in snapshot.stepped
 
 
 def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any:

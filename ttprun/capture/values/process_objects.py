@@ -149,8 +149,8 @@ def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Work that another thread or process was given: compared with what it gives, once that is known."""
-    if is_save(value):
-        return record_save(value)
+    if (where := futures.what_of(value)) is not None:
+        return SaveNode(where, value.done())
     attributes = attributes_of(value)
     if attributes["_state"] not in _DONE:
         return RefusedNode(
@@ -234,16 +234,6 @@ def record_file_in_memory(snapshot: Snapshot, value: io.StringIO | io.BytesIO, d
 
 def _is_untold(node: Node) -> bool:
     return any(isinstance(part, RefusedNode | NotProvedNode) for part, _ in walk(node, ""))
-
-
-def is_save(future: Any) -> bool:
-    """Whether a future is that of a save."""
-    return futures.what_of(future) is not None
-
-
-def record_save(future: Any) -> SaveNode:
-    """The node of a save's future."""
-    return SaveNode(futures.what_of(future) or "", future.done())
 
 
 def restore_save(restore: Restore, live: Any, node: SaveNode, name: str) -> Any:

@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from ttprun.capture.position.judgement import DEAD, NO_STATE, judge
-from ttprun.capture.records.nodes import AnyNode, EffectNode, Node, ReferenceNode, RefusedNode, SameNode
+from ttprun.capture.records.nodes import AnyNode, EffectNode, Node, SameNode
 from ttprun.capture.records.packing import MISSING, CannotRestoreError, listed, name_of, short_name
 from ttprun.capture.values.snapshot import Snapshot, is_hidden, with_fixed
 from ttprun.introspect import fail_open
@@ -339,13 +339,3 @@ def restore_same(restore: Restore, live: Any, node: SameNode, name: str) -> Any:
             live, f"{name}, a {short_name(node.kind)}, differs from the lost rank's, and cannot be recorded"
         )
     return live
-
-
-def restore_refused(restore: Restore, live: Any, node: RefusedNode, name: str) -> Any:
-    """What the lost rank could not record."""
-    return restore.refuse(live, node.reason(name), is_unrecorded=True)
-
-
-def restore_reference(restore: Restore, live: Any, node: ReferenceNode, name: str) -> Any:
-    """An object that was restored earlier."""
-    return restore.known(node.number, live, name)

@@ -53,13 +53,16 @@ Handler = Callable[["Snapshot", Any, int], Any]
 
 
 class _Handlers(dict[type, Handler]):
+    """How values of each type are recorded: `choose` is asked once for each, and set by kinds.py."""
+
+    choose: Callable[[type], Handler]
+
     def __missing__(self, kind: type) -> Handler:
-        self[kind] = chosen = _choosers[0](kind)
+        self[kind] = chosen = self.choose(kind)
         return chosen
 
 
 HANDLERS = _Handlers()
-_choosers: list[Callable[[type], Handler]] = []
 _tracing: set[Handler] = set()
 
 
@@ -67,11 +70,6 @@ def traces(handler: Handler) -> Handler:
     """A decorator, of a handler that notes in `Snapshot.trace` what its nodes depend on; of others it is not known."""
     _tracing.add(handler)
     return handler
-
-
-def choose_with(chooser: Callable[[type], Handler]) -> None:
-    """Register the function that chooses, once for each type, how its values are recorded."""
-    _choosers[:] = [chooser]
 
 
 _MOST_LETTERS = 100  # of an error
