@@ -26,137 +26,62 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def step(optimizer: Any) -> bool:
-    """Whether the boundary after the step is seen to be open."""
-    is_open = open_boundaries.look(optimizer)
-    optimizer.step()
-    gradients.watch(optimizer)
-    return is_open
+def play(made: list[Any], script: str, set_to_none: bool = True) -> str:
+    """Of each step whether the boundary after it is seen to be open: T or F.
+
+    script   words of a letter and the optimizers: z zeroes their gradients, b goes backward through their parameters,
+             h halves the gradients, k keeps them, s is a step
+    """
+    kept, found = [], ""
+    for word in script.split():
+        which = [made[int(number)] for number in word[1:]]
+        weights = [one.param_groups[0]["params"][0] for one in which]
+        if word[0] == "b":
+            gradients.look_at_watched()
+            torch.stack([weight.square().sum() for weight in weights]).sum().backward()
+        for one, weight in zip(which, weights, strict=True):
+            if word[0] == "z":
+                one.zero_grad(set_to_none)
+            elif word[0] == "h":
+                weight.grad.mul_(0.5)
+            elif word[0] == "k":
+                kept.append(weight.grad)
+            elif word[0] == "s":
+                found += "FT"[open_boundaries.look(one)]
+                one.step()
+                gradients.watch(one)
+    return found
 
 
-def go_backward(*optimizers: Any) -> None:
-    """Through the parameters of these."""
-    gradients.look_at_watched()
-    torch.stack([one.param_groups[0]["params"][0].square().sum() for one in optimizers]).sum().backward()
+# What each iteration does, and which boundaries are open; 0 is a GAN's generator, and 1 its discriminator.
+SCRIPTS = {
+    "two steps on one backward": ("z01 b01 s0 s1 " * 3, "TF" * 3),
+    "one steps less often": (("z0 b01 s0 " * 3 + "s1 z1 ") * 2, "TTTF" * 2),
+    "a discriminator that zeroes what it has got before its step": ("z1 b1 s1 z0 b01 s0 " * 3, "FF" * 3),
+    "one that has a backward of its own from now on": ("b01 s0 s1 z01 " * 2 + "z0 b0 s0 z1 b1 s1 " * 2, "TFTF" + "F" * 4),
+    "gradients that the script keeps": ("b01 s0 s1 k01 z01 " * 2, "TF" * 2),
+    "gradients that are clipped before the second step": ("z01 b01 h0 s0 h1 s1 " * 3, "TF" * 3),
+    "a generator that steps first": ("z0 b01 s0 z1 b1 s1 " * 3, "T" + "F" * 5),
+    "one never steps: for as long as a snapshot can wait": (
+        "z0 b01 s0 " * (MOST_PUT_OFF + 2), "T" * MOST_PUT_OFF + "FF"
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_boundary_before_the_second_step_on_one_backward_is_open_from_the_first_iteration_on(
-    made: list[Any], set_to_none: bool
+# With gradients that are zeroed in place a backward of its own is recognized an iteration later.
+CASES = [(kind, to_none) for kind in SCRIPTS for to_none in (True, False) if to_none or "from now on" not in kind]
+
+
+@pytest.mark.parametrize(("kind", "set_to_none"), CASES)
+def test_a_boundary_is_open_if_a_later_step_uses_the_same_backward(
+    made: list[Any], kind: str, set_to_none: bool
 ) -> None:
-    found = []
-    for _ in range(3):
-        for one in made:
-            one.zero_grad(set_to_none)
-        go_backward(*made)
-        found += [step(one) for one in made]
+    script, is_open = SCRIPTS[kind]
 
-    assert found == [True, False] * 3
-
-
-def test_one_that_steps_less_often_keeps_boundaries_open_until_it_has_stepped(made: list[Any]) -> None:
-    often, seldom = made
-    found = []
-    for number in range(6):
-        often.zero_grad()
-        go_backward(*made)
-        found.append(step(often))
-        if number % 3 == 2:
-            found.append(step(seldom))
-            seldom.zero_grad()
-
-    assert found == [True, True, True, False] * 2
-
-
-def test_gradients_that_a_gan_s_discriminator_zeroes_before_its_step_keep_no_boundary_open(made: list[Any]) -> None:
-    generator, judge = made
-    found = []
-    for _ in range(3):
-        judge.zero_grad()
-        go_backward(judge)
-        found.append(step(judge))
-        generator.zero_grad()
-        go_backward(generator, judge)
-        found.append(step(generator))
-
-    assert found == [False, False] * 3
-
-
-def test_one_that_has_a_backward_of_its_own_from_now_on_keeps_no_boundary_open(made: list[Any]) -> None:
-    for _ in range(2):
-        go_backward(*made)
-        step(made[0])
-        step(made[1])
-        made[0].zero_grad()
-        made[1].zero_grad()
-
-    found = []
-    for _ in range(2):
-        for one in made:
-            one.zero_grad()
-            go_backward(one)
-            found.append(step(one))
-
-    assert found == [False] * 4
-
-
-def test_gradients_that_the_script_keeps_are_not_taken_for_new_ones_or_old_ones(made: list[Any]) -> None:
-    kept, found = [], []
-    for _ in range(2):
-        go_backward(*made)
-        found += [step(one) for one in made]
-        for one in made:
-            kept.append(one.param_groups[0]["params"][0].grad)
-            one.zero_grad()
-
-    assert found == [True, False] * 2
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_are_clipped_or_unscaled_before_the_second_step_are_shared_all_the_same(
-    made: list[Any], set_to_none: bool
-) -> None:
-    found = []
-    for _ in range(3):
-        for one in made:
-            one.zero_grad(set_to_none)
-        go_backward(*made)
-        for one in made:
-            one.param_groups[0]["params"][0].grad.mul_(0.5)
-            found.append(step(one))
-
-    assert found == [True, False] * 3
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_gan_whose_generator_steps_first_keeps_no_boundary_open_but_its_first(
-    made: list[Any], set_to_none: bool
-) -> None:
-    generator, judge = made
-    found = []
-    for _ in range(3):
-        generator.zero_grad(set_to_none)
-        go_backward(generator, judge)
-        found.append(step(generator))
-        judge.zero_grad(set_to_none)
-        go_backward(judge)
-        found.append(step(judge))
-
-    assert found == [True] + [False] * 5
-
-
-def test_one_that_never_steps_keeps_boundaries_open_for_as_long_as_a_snapshot_can_wait(made: list[Any]) -> None:
-    found = []
-    for _ in range(MOST_PUT_OFF + 2):
-        made[0].zero_grad()
-        go_backward(*made)
-        found.append(step(made[0]))
-
-    assert found == [True] * MOST_PUT_OFF + [False] * 2
+    assert play(made, script, set_to_none) == is_open
 
 
 def test_one_optimizer_alone_keeps_no_boundary_open(made: list[Any]) -> None:
     del made[1]
-    go_backward(*made)
 
-    assert not step(made[0])
+    assert play(made, "b0 s0") == "F"
