@@ -105,9 +105,7 @@ class ProgressLine:
     """
 
     def __init__(self, what: str, of: int, count: Callable[[], int]) -> None:
-        self._what = what
-        self._of = of
-        self._count = count
+        self._what, self._of, self._count = what, of, count
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
         self.started_s = time.monotonic()

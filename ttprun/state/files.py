@@ -51,9 +51,7 @@ class SaveDirectoryInUseError(ConfigError):
     def __init__(self, save_dir: Path, run_id: str | None, pid: int | None, host: str | None) -> None:
         holder = "another job" if run_id is None else f"run '{run_id}' (pid {pid} on {host})"
         super().__init__(f"{holder} writes to '{save_dir}'", "wait until it has ended, or name another with --save-dir")
-        self.run_id = run_id
-        self.pid = pid
-        self.host = host
+        self.run_id, self.pid, self.host = run_id, pid, host
 
 
 def cannot_write(error: OSError, place: Path) -> CannotWriteError:
@@ -125,7 +123,7 @@ def write_file(path: Path, content: Iterable[Buffer] | Fill) -> FileEntry:
         with _Disk(fd) as disk:
             digest = new_digest()
             size = 0
-            while count := _fill_whole(disk.free_buffer(), fill, digest):
+            while count := _fill_whole(disk.buffers[0], fill, digest):
                 disk.write(count)
                 size += count
         os.fsync(fd)
@@ -177,12 +175,12 @@ def _filler(chunks: Iterable[Buffer]) -> Fill:
 
 
 class _Disk:
-    """Writes one of two buffers to a file, on a thread of its own, while the other one is filled."""
+    """Writes one of two buffers to a file, on a thread of its own, while the other one, the first, is filled."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         # Anonymous maps begin on a page, as direct writing asks.
-        self._buffers = [memoryview(mmap.mmap(-1, _BUFFER_BYTES)) for _ in range(2)]
+        self.buffers = [memoryview(mmap.mmap(-1, _BUFFER_BYTES)) for _ in range(2)]
         self._at = self._flushed = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ttprun-disk")
         self._pending: Future[None] | None = None
@@ -197,17 +195,13 @@ class _Disk:
         finally:
             self._thread.shutdown()
 
-    def free_buffer(self) -> memoryview:
-        """The one that is not being written."""
-        return self._buffers[0]
-
     def write(self, count: int) -> None:
         """Begin to write the free buffer's first `count` bytes, once the one before is written. Raises its OSError."""
         if self._pending is not None:
             self._pending.result()
-        self._pending = self._thread.submit(self._write, self._buffers[0][:count], self._at)
+        self._pending = self._thread.submit(self._write, self.buffers[0][:count], self._at)
         self._at += count
-        self._buffers.reverse()
+        self.buffers.reverse()
 
     def _write(self, piece: memoryview, at: int) -> None:
         while piece:

@@ -113,10 +113,8 @@ class Draft:
     """
 
     def __init__(self, folder: Path, boundary: int, publish: Publish, at: Callable[[str], None]) -> None:
-        self.folder = folder
-        self.boundary = boundary
-        self._publish = publish
-        self._at = at
+        self.folder, self.boundary = folder, boundary
+        self._publish, self._at = publish, at
         self._entries: dict[str, FileEntry] = {}
 
     def path(self, name: str) -> Path:

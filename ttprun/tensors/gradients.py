@@ -145,10 +145,8 @@ def _keep(optimizer: torch.optim.Optimizer, mine: Gradients) -> None:
     with torch.no_grad():
         for key, gradient in gradients.items():
             old = before.get(key)
-            if old is not None and old.copy.shape == gradient.shape and old.copy.dtype == gradient.dtype:
-                copy = old.copy.copy_(gradient)
-            else:
-                copy = gradient.detach().clone()
+            is_of_form = old is not None and (old.copy.shape, old.copy.dtype) == (gradient.shape, gradient.dtype)
+            copy = old.copy.copy_(gradient) if old is not None and is_of_form else gradient.detach().clone()
             kept[key] = _Kept(gradient, local_of(gradient)._version, copy)
     mine.kept = kept  # at once: the mirror's thread may look
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -305,17 +305,6 @@ def _hash_of(sequence: str) -> int:
 # Only what no living rank holds is in it.
 
 
-class _Part(NamedTuple):
-    """One tensor of the mirror.
-
-    chunk   which part of the whole it is; None: all of it
-    """
-
-    key: str
-    tensor: torch.Tensor
-    chunk: Chunk | None
-
-
 def write(order: MirroredShare, owners: Mapping[str, Sequence[int]], writers: Sequence[int]) -> Share:
     """Write what a lost rank alone held to a new file of a checkpoint.
 
@@ -356,11 +345,8 @@ def _holds_alone(differing: Differing, key: str, writers: Sequence[int]) -> bool
     return all(owners[rank] != owners[differing.rank] for rank in writers)
 
 
-def _parts(stored: Stored) -> list[_Part]:
-    """The tensors of a mirror, in the order of `replicated.describe`."""
-    parts = []
+def _parts(stored: Stored) -> Iterator[tuple[str, torch.Tensor, Chunk | None]]:
+    """(key, tensor, which part of the whole it is, None for all) in the order of `replicated.describe`."""
     for key, offset, (dtype, shape, chunk) in zip(stored.keys, stored.state, stored.forms, strict=True):
         like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        box = None if chunk is None else Chunk(*map(tuple, chunk))
-        parts.append(_Part(key, stored.tensor(like, offset), box))
-    return parts
+        yield key, stored.tensor(like, offset), None if chunk is None else Chunk(*map(tuple, chunk))

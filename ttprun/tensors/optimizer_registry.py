@@ -245,9 +245,7 @@ class Stepped:
         of_group, at, *_ = self._samples[boundary % len(self._samples)]
         group = self.held[of_group]
         parameter = local_of(group[at]) if at < len(group) else None
-        if parameter is None or parameter.is_cpu:
-            return self.sample(boundary)
-        return _beginning(parameter).clone()
+        return self.sample(boundary) if parameter is None or parameter.is_cpu else _beginning(parameter).clone()
 
 
 def hash_of(sampled: torch.Tensor) -> bytes:
@@ -312,10 +310,6 @@ def stepped_tensors() -> list[torch.Tensor]:
     return [*parameters(), *(tensor for optimizer in optimizers() for tensor in _state(optimizer))]
 
 
-def _count(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [sum(1 for _ in parameters_of(optimizer)), sum(1 for _ in _state(optimizer))]
-
-
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
         if is_a(state, dict):
@@ -324,7 +318,8 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def counts_now() -> list[list[int]]:
     """`counts` of `Stepped`, as they are now."""
-    return list(map(_count, optimizers()))
+    of_each = [(parameters_of(optimizer), _state(optimizer)) for optimizer in optimizers()]
+    return [[sum(1 for _ in tensors) for tensors in both] for both in of_each]
 
 
 def weights_bytes() -> int:

@@ -62,9 +62,7 @@ class OwnState:
     """
 
     def __init__(self, board: Board, local_rank: int, buffers: Sequence[Sequence[str]], recorder: Any) -> None:
-        self._recorder = recorder
-        self._board = board
-        self._local_rank = local_rank
+        self._recorder, self._board, self._local_rank = recorder, board, local_rank
         self._buffers = [(Memory(records), Memory(tensors)) for records, tensors in buffers]
         self.why_off = "" if buffers else "it is switched off"
         self.is_apt = True

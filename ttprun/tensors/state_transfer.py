@@ -14,7 +14,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgpack
@@ -28,26 +27,10 @@ from ttprun.protocol.reason import Reason
 from ttprun.tensors import sharded
 from ttprun.tensors.replicated import describe, digest, digest_of_shards, take_over
 
-# Where the source of a state and those that it repairs meet: on one node, or over nodes. Read `MeetingPlace` first.
+# Where the source of a state and those that it repairs meet: on one node, or over nodes. Read `InDirectory` first.
 
 
 _TOKEN_BYTES = 32
-
-
-class MeetingPlace(Protocol):
-    """Where a source and those that it repairs meet."""
-
-    def listen(self, backlog: int) -> AbstractContextManager[socket.socket]:
-        """The source's end. Raises OSError."""
-
-    def admits(self, connection: socket.socket) -> bool:
-        """Whether who has connected to the source is one of its receivers."""
-
-    def connect(self, end_s: float, check: Callable[[], None]) -> socket.socket:
-        """A receiver's end; waits until then. Raises TimeoutError, OSError.
-
-        check   called while it waits; its exception ends the wait
-        """
 
 
 class InDirectory:
@@ -72,11 +55,14 @@ class InDirectory:
                     os.unlink(path)
 
     def admits(self, connection: socket.socket) -> bool:
-        """All who may open the directory are."""
+        """Whether who has connected to the source is one of its receivers: all who may open the directory are."""
         return True
 
     def connect(self, end_s: float, check: Callable[[], None]) -> socket.socket:
-        """A receiver's end. Raises TimeoutError, OSError."""
+        """A receiver's end; waits until then. Raises TimeoutError, OSError.
+
+        check   called while it waits; its exception ends the wait
+        """
         with self._address() as path:
             while True:
                 connection = socket.socket(socket.AF_UNIX)
@@ -122,10 +108,7 @@ class OverNodes:
     """On several nodes: a TCP port of the source, named to all ranks by way of the agents, with a token."""
 
     def __init__(self, values: Values, generation: int, name: str, limit_s: float) -> None:
-        self._values = values
-        self._generation = generation
-        self._name = name
-        self._limit_s = limit_s
+        self._values, self._generation, self._name, self._limit_s = values, generation, name, limit_s
         self._token = b""
 
     @contextlib.contextmanager
@@ -151,6 +134,9 @@ class OverNodes:
         connection = socket.create_connection((address, int(port)), timeout=max(0.1, end_s - time.monotonic()))
         connection.sendall(token.encode())
         return connection
+
+
+MeetingPlace = InDirectory | OverNodes
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:

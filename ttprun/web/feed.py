@@ -145,30 +145,26 @@ def _account(
     lost = dict.fromkeys(REASONS, 0.0)
     productive_s = 0.0
     reached, before = 0, Point(started_s, 0)
-    for point in history:
-        spent_s = point.unix_s - before.unix_s
+    for point in [*history, None]:
+        until_s = max(before.unix_s, now_s) if point is None else point.unix_s
+        spent_s = until_s - before.unix_s
         for pause in pauses:
-            paused_s = pause.overlap_s(before.unix_s, point.unix_s)
+            paused_s = pause.overlap_s(before.unix_s, until_s)
             lost[pause.reason] += paused_s
             spent_s -= paused_s
-        if reached == 0:
-            lost["startup"] += max(0.0, spent_s)
-        elif point.step < before.step:
-            lost["restart"] += max(0.0, spent_s)
+        reason = ""
+        if not reached:
+            reason = "startup"
+        elif point is None:
+            reason = "end" if has_ended else ""  # else a step is under way
         elif point.step <= reached:
-            lost["again"] += max(0.0, spent_s)
+            reason = "restart" if point.step < before.step else "again"
         else:
             productive_s += max(0.0, spent_s)
-        reached, before = max(reached, point.step), point
-    rest_s = max(0.0, now_s - before.unix_s)
-    for pause in pauses:
-        paused_s = pause.overlap_s(before.unix_s, now_s)
-        lost[pause.reason] += paused_s
-        rest_s -= paused_s
-    if not reached:
-        lost["startup"] += max(0.0, rest_s)
-    elif has_ended:
-        lost["end"] += max(0.0, rest_s)
+        if reason:
+            lost[reason] += max(0.0, spent_s)
+        if point is not None:
+            reached, before = max(reached, point.step), point
     return productive_s, lost
 
 

@@ -6,7 +6,8 @@ Names and what they mean are in `ttprun guide monitoring`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -46,9 +47,7 @@ class RunCollector(Collector):
 
 
 def _of_run(status: RunStatus) -> Iterator[Metric]:
-    info = GaugeMetricFamily("ttprun_info", "The run", labels=("run_id", "version"))
-    info.add_metric((status.run_id, __version__), 1)
-    yield info
+    yield _by(GaugeMetricFamily, "ttprun_info", "The run", ("run_id", "version"), {(status.run_id, __version__): 1})
     yield _one_of("ttprun_state", "How the job stands: 1 for its state", "state", STATES, {status.state: 1})
     counts = Counter(rank.state for rank in status.ranks)
     yield _one_of("ttprun_ranks", "Ranks by what they do", "state", RANK_STATES, counts)
@@ -78,32 +77,25 @@ def _of_time(status: RunStatus, summary: Summary) -> Iterator[Metric]:
     yield GaugeMetricFamily("ttprun_step", "Optimizer steps that are done", value=status.step)
     if status.cost is not None:
         yield GaugeMetricFamily("ttprun_step_seconds", "From one optimizer step to the next", value=status.cost.step_s)
-        taken = GaugeMetricFamily("ttprun_overhead_seconds", "What protection takes of a step", labels=("part",))
-        for part, spent_s in status.cost.parts.items():
-            taken.add_metric((part,), spent_s)
-        yield taken
+        what = "What protection takes of a step"
+        yield _by(GaugeMetricFamily, "ttprun_overhead_seconds", what, ("part",), status.cost.parts)
     yield GaugeMetricFamily("ttprun_stragglers", "Ranks for which the others wait", value=len(summary.stragglers))
     if not status.is_leading:
         return  # when incidents went on is in the log of the node whose agent leads
     yield CounterMetricFamily(
         "ttprun_productive_seconds", "Time in which steps were done for the first time", value=summary.productive_s
     )
-    lost = CounterMetricFamily("ttprun_unproductive_seconds", "Time that brought no new step", labels=("reason",))
-    for reason, spent_s in summary.lost_s.items():
-        lost.add_metric((reason,), spent_s)
-    yield lost
+    what = "Time that brought no new step"
+    yield _by(CounterMetricFamily, "ttprun_unproductive_seconds", what, ("reason",), summary.lost_s)
 
 
 def _of_incidents(status: RunStatus) -> Iterator[Metric]:
-    incidents = CounterMetricFamily("ttprun_incidents", "Incidents", labels=("kind", "rung", "outcome"))
     counts = Counter(
         (incident.kind, incident.rung or "none", incident.outcome)
         for incident in status.incidents
         if incident.outcome != "open"
     )
-    for labels, number in counts.items():
-        incidents.add_metric(labels, number)
-    yield incidents
+    yield _by(CounterMetricFamily, "ttprun_incidents", "Incidents", ("kind", "rung", "outcome"), counts)
     yield GaugeMetricFamily(
         "ttprun_incidents_open",
         "Incidents that go on",
@@ -140,11 +132,23 @@ def _gauges(*rows: tuple[str, str, float | None]) -> Iterator[GaugeMetricFamily]
     yield from (GaugeMetricFamily(name, what, value=value) for name, what, value in rows if value is not None)
 
 
-def _one_of(
-    name: str, what: str, label: str, values: Sequence[str], counts: dict[str, int] | Counter[str]
-) -> GaugeMetricFamily:
+def _one_of(name: str, what: str, label: str, values: Sequence[str], counts: dict[str, int] | Counter[str]) -> Metric:
     """A gauge for each value of a label, also for those that do not occur: a series must not come and go."""
-    family = GaugeMetricFamily(name, what, labels=(label,))
-    for value in values:
-        family.add_metric((value,), counts.get(value, 0))
+    return _by(GaugeMetricFamily, name, what, (label,), {value: counts.get(value, 0) for value in values})
+
+
+def _by(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    what: str,
+    labels: Sequence[str],
+    counts: Mapping[Any, float],
+) -> Metric:
+    """A metric with labels.
+
+    counts   by the label's value, or the labels' values
+    """
+    family = kind(name, what, labels=labels)
+    for values, count in counts.items():
+        family.add_metric((values,) if isinstance(values, str) else values, count)
     return family

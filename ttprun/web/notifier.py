@@ -67,9 +67,7 @@ class Notifier:
     """
 
     def __init__(self, run: RunDirectory, offset: int, command: str, kinds: Collection[str]) -> None:
-        self._run = run
-        self._command = command
-        self._kinds = kinds
+        self._run, self._command, self._kinds = run, command, kinds
         self._waiting: deque[dict[str, Any]] = deque()
         self._dropped = 0
         self._namer = Namer()

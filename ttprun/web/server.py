@@ -62,9 +62,7 @@ class Access:
     """
 
     def __init__(self, app: ASGIApp, token: str | None, is_for_probes: bool = False) -> None:
-        self._app = app
-        self._token = token
-        self._is_for_probes = is_for_probes
+        self._app, self._token, self._is_for_probes = app, token, is_for_probes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or refuse."""

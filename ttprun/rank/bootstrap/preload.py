@@ -188,7 +188,8 @@ class Preloading:
                 full = name
                 if level:
                     full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "")
-                self._imports.update((self._running[-1], wanted) for wanted in (full, *_within(full, fromlist)))
+                modules = (name for name in map(f"{full}.{{}}".format, fromlist or ()) if name in sys.modules)
+                self._imports.update((self._running[-1], wanted) for wanted in (full, *modules))
             return ask(name, globals, locals, fromlist, level)
 
         watched = _Watched(_environment._data, own, self.is_read)
@@ -271,11 +272,6 @@ def _silence() -> Iterator[None]:
 def _file_of(spec: Any) -> str:
     places = spec.submodule_search_locations or ()
     return str(spec.origin) if spec.origin is not None else os.pathsep.join(places)
-
-
-def _within(package: str, names: Any) -> list[str]:
-    """The modules among the names in `from package import names`."""
-    return [full for full in (f"{package}.{name}" for name in names or ()) if full in sys.modules]
 
 
 def _state() -> dict[str, Any]:

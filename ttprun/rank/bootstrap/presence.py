@@ -33,9 +33,7 @@ class Presence:
     """
 
     def __init__(self, channel: Channel, welcome: to_rank.Welcome, fds: list[int]) -> None:
-        self.channel = channel
-        self.welcome = welcome
-        self.fds = fds
+        self.channel, self.welcome, self.fds = channel, welcome, fds
         self.generation: int = welcome.generation
         self._early: list[Message] = []
         self.pid = os.getpid()
