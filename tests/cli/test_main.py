@@ -124,6 +124,15 @@ def test_what_must_answer_at_once_imports_no_torch(line: str, tmp_path: Path) ->
     assert done.returncode == 0
 
 
+def test_starting_a_command_loads_few_modules_and_none_of_other_packages() -> None:
+    program = "import sys; there = {*sys.modules}; import ttprun.cli.main; print(*sys.modules.keys() - there)"
+
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+
+    assert {name.partition(".")[0] for name in loaded} <= {*sys.stdlib_module_names, "ttprun"}
+    assert len(loaded) <= 80
+
+
 @pytest.mark.parametrize("line", [["--help"], ["explain"], ["status", "nope"]])
 def test_closed_outputs_are_no_error_of_their_own(line: list[str]) -> None:
     command = shlex.join([sys.executable, "-m", "ttprun", *line])
