@@ -130,9 +130,7 @@ class ConfigSource:
 
     def spelling(self, key: str) -> str:
         """How `key` is written in this kind of source."""
-        if self.kind == "file":
-            return key
-        return VARIABLE_PREFIX + key.upper() if self.kind == "variable" else option_name(key)
+        return {"file": key, "variable": VARIABLE_PREFIX + key.upper(), "option": option_name(key)}[self.kind]
 
     def where(self, key: str) -> str:
         """Where the user finds `key`."""

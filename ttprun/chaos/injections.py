@@ -155,8 +155,7 @@ class Injections:
 
     def _running_step(self) -> int:
         """The highest optimizer step that a rank is in."""
-        board = self._node.board
-        steps = (board.get(slot.rank, Field.APPLIED) for slot in self._node.slots)
+        steps = (self._node.board.get(slot.rank, Field.APPLIED) for slot in self._node.slots)
         return max((step for step in steps if step < FINISHED), default=0)
 
     def _take_next(self, order: FaultSchedule) -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 from ttprun import __version__
 from ttprun.chaos.trial.twins import Launch, clean_environment
 from ttprun.cli.device_check import devices_at_work
-from ttprun.cli.machine_checks import CHECKS, Finding
+from ttprun.cli.machine_checks import CHECKS, Finding, judged
 from ttprun.cli.software_checks import Probe, accelerators, mindio_variables, software
 from ttprun.cli.terminal import open_console
 from ttprun.errors import ConfigError, counted
@@ -193,11 +193,9 @@ def repair(version: str, limit_s: float = LIMIT_S) -> Iterator[Finding]:
     """
     with tempfile.TemporaryDirectory(prefix="ttprun-doctor-") as folder:
         took_s, why_not = _run(Path(folder), limit_s)
-    if why_not:
-        means = "a rank that dies is not replaced; training itself runs as under torchrun"
-        yield Finding("software", "repair", f"on torch {version}: {why_not}", "fails", means, _CURE)
-    else:
-        yield Finding("software", "repair", f"a killed rank was replaced in {took_s:.1f} s")
+    result = f"on torch {version}: {why_not}" if why_not else f"a killed rank was replaced in {took_s:.1f} s"
+    means = "a rank that dies is not replaced; training itself runs as under torchrun"
+    yield judged("software", "repair", result, not why_not, means, _CURE, "fails")
 
 
 def _run(folder: Path, limit_s: float) -> tuple[float, str]:

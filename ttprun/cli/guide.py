@@ -83,8 +83,7 @@ def last_green(test: str, slow: dict[str, dict[str, Any]]) -> str:
 
 def read_table() -> dict[str, Any]:
     """The parts (the README's rows) and the rows of the matrix."""
-    table: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    return table
+    return dict(yaml.safe_load(TABLE.read_text(encoding="utf-8")))
 
 
 def read_results(name: str) -> dict[str, dict[str, Any]]:
@@ -92,8 +91,7 @@ def read_results(name: str) -> dict[str, dict[str, Any]]:
     package = TABLE.parent.parent
     for folder in (package / "results", package.parent / "tests" / "results"):
         if (folder / name).is_file():
-            results: dict[str, dict[str, Any]] = json.loads((folder / name).read_text(encoding="utf-8"))
-            return results
+            return dict(json.loads((folder / name).read_text(encoding="utf-8")))
     return {}
 
 

@@ -68,15 +68,11 @@ def kernel() -> Iterator[Finding]:
     """What ttprun asks of the kernel."""
     yield Finding("kernel", "Linux", platform.release())
     update = "a kernel from 5.3 on (or a container without a seccomp rule against it)"
-    fd = -1
     try:
-        fd = os.pidfd_open(os.getpid())
+        os.close(os.pidfd_open(os.getpid()))
         yield Finding("kernel", "pidfd", "works")
     except (OSError, AttributeError) as error:
         yield Finding("kernel", "pidfd", _why(error), "fails", "the agent cannot see a rank's exit", f"use {update}")
-    finally:
-        if fd >= 0:
-            os.close(fd)
     yield _shared_page()
     yield _dies_with_parent()
     yield _passed_descriptor()
@@ -170,10 +166,8 @@ def network() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(LOOK_UP_LIMIT_S)
-            with socket.create_connection(server.getsockname(), LOOK_UP_LIMIT_S) as client:
-                other, _ = server.accept()
-                other.close()
-                client.close()
+            with socket.create_connection(server.getsockname(), LOOK_UP_LIMIT_S):
+                server.accept()[0].close()
         yield Finding("network", "loopback", "works")
     except OSError as error:
         cure = "ip link set lo up; allow 127.0.0.1 in the packet filter"

@@ -157,10 +157,8 @@ def main(argv: list[str] | None = None) -> int:
         if arguments[0] in COMMANDS:
             module, name = COMMANDS[arguments[0]]
             function = getattr(import_module(module), name)
-            if arguments[0] in LAUNCHING:
-                code: int = function(arguments[1:])
-                return code
-            return run_command(arguments[0], function, arguments[1:])
+            is_launching = arguments[0] in LAUNCHING
+            return int(function(arguments[1:])) if is_launching else run_command(arguments[0], function, arguments[1:])
         return run_script(arguments[1:] if arguments[0] == "run" else arguments)
     except ConfigError as error:
         for part in error.parts:

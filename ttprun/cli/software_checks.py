@@ -175,14 +175,10 @@ def accelerators(probed: Mapping[str, Any]) -> Iterator[Finding]:
             memory = f"{device['total_bytes'] / (1 << 30):.0f} GiB ({device['free_bytes'] / (1 << 30):.0f} free)"
         described = ", ".join(filter(None, (device["name"], memory, versions)))
         subject = f"{device['kind']} {device['index']}"
+        means, cure = "; ".join(device["findings"]), ""
         if not device["is_usable"]:
-            means = "; ".join(device["findings"]) or "it does not answer"
-            yield Finding(
-                "devices", subject, described, "note", means, "exclude it, or reset it with the vendor's tool"
-            )
-        else:
-            findings = "; ".join(device["findings"])
-            yield Finding("devices", subject, described, "note" if findings else "ok", findings)
+            means, cure = means or "it does not answer", "exclude it, or reset it with the vendor's tool"
+        yield Finding("devices", subject, described, "note" if means else "ok", means, cure)
     yield from _nvidia(probed, "cuda" in kinds)
     yield from _ascend(probed, "npu" in kinds)
     if not usable:

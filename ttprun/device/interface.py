@@ -43,8 +43,8 @@ _FAULTS = {
 
 def refined(diagnosis: Diagnosis, check: MemoryCheck) -> Diagnosis:
     """The diagnosis of an error, given which memory has failed; NONE adds nothing."""
-    says_more = check is not MemoryCheck.NONE and _FAULTS[check] is not diagnosis.fault
-    return diagnosis_of(_FAULTS[check]) if says_more else diagnosis
+    fault = _FAULTS.get(check, diagnosis.fault)
+    return diagnosis if fault is diagnosis.fault else diagnosis_of(fault)
 
 
 @dataclass(frozen=True)

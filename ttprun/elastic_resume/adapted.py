@@ -108,8 +108,7 @@ class Derived:
 
     def torch_state(self, state: bytes) -> bytes:
         """The state of a torch.Generator, derived from an old rank's."""
-        derived: bytes = self._state("torch", state)
-        return derived
+        return bytes(self._state("torch", state))
 
     def reseed(self, generator: Any, recorded: list[Any]) -> None:
         """Reseed a generator that has an old rank's state, so that it draws other numbers.

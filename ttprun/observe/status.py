@@ -256,9 +256,7 @@ def state_at_end(exit_code: int, is_stopped: bool) -> RunState:
     exit_code    of the launcher
     is_stopped   it is that of a signal to a launcher
     """
-    if exit_code == 0:
-        return "done"
-    return "stopped" if is_stopped else "failed"
+    return "done" if exit_code == 0 else "stopped" if is_stopped else "failed"
 
 
 def write_status(path: str | Path, status: RunStatus) -> bool:

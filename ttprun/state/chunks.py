@@ -51,9 +51,7 @@ class Chunk:
     def sentence(self) -> str:
         """Where it lies: "rows 32:64", or a slice of each dimension."""
         slices = [f"{begin}:{begin + size}" for begin, size in zip(self.offsets, self.sizes, strict=True)]
-        if self.sizes[1:] == self.shape[1:]:
-            return f"rows {slices[0]}"
-        return f"[{', '.join(slices)}]"
+        return f"rows {slices[0]}" if self.sizes[1:] == self.shape[1:] else f"[{', '.join(slices)}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,8 +115,7 @@ class Memory:
 
     def read(self, at: int, size_bytes: int) -> bytes:
         """So many bytes from an offset of the file, which is open."""
-        content: bytes = self._map[at : at + size_bytes]
-        return content
+        return bytes(self._map[at : at + size_bytes])
 
     def tensor(self, at: int, like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor of the form of another one, whose elements are in the file from an offset on.

@@ -46,15 +46,6 @@ class _TooLargeError(Exception):
         self.size_bytes = size_bytes
 
 
-class _TooSlowError(Exception):
-    """A copy takes too large a share of a step."""
-
-    def __init__(self, copy_s: float, step_s: float) -> None:
-        super().__init__(
-            f"a copy takes {copy_s * 1000:.0f} ms, and a step {step_s * 1000:.0f} ms (--buddy on: all the same)"
-        )
-
-
 class Mirror:
     """Keeps this rank's mirror.
 
@@ -310,7 +301,7 @@ class Mirror:
         self._check_size(0)
 
     def _check_cost(self, took_s: float) -> None:
-        """Raises _TooSlowError if all of the newest copies have taken a larger share of a step than they may.
+        """Raises NotRepairableError if all of the newest copies have taken a larger share of a step than they may.
 
         took_s   processor time of the copy that was just made
         """
@@ -318,7 +309,8 @@ class Mirror:
         copy_s, step_s = min(self._took_s), min(self._steps_s, default=0.0)
         is_known = len(self._took_s) == len(self._steps_s) == _LOOKED_AT
         if self._limit_share and is_known and copy_s > max(_CHEAP_S, self._limit_share * step_s):
-            raise _TooSlowError(copy_s, step_s)
+            times = f"a copy takes {copy_s * 1000:.0f} ms, and a step {step_s * 1000:.0f} ms"
+            raise NotRepairableError(f"{times} (--buddy on: all the same)")
 
     def _size_bytes(self, more_results: int = 0) -> int:
         """That the mirror takes: its slots, and what operations have given to it, with so many bytes more."""
@@ -339,9 +331,8 @@ def _count() -> int:
 
 def _why_not_taken_again(optimizer: torch.optim.Optimizer) -> str:
     """Why a step of this optimizer depends on more than is kept; "" if it does not."""
-    if getattr(optimizer, "grad_scale", None) is not None:
-        return "its optimizer takes the scale of its gradients from a GradScaler (fused=True)"
-    return ""
+    is_scaled = getattr(optimizer, "grad_scale", None) is not None
+    return "its optimizer takes the scale of its gradients from a GradScaler (fused=True)" if is_scaled else ""
 
 
 def _tensors(described: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[bool, torch.Tensor]]:

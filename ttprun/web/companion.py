@@ -235,19 +235,13 @@ def answering_probes(environment: Mapping[str, str], run: RunDirectory) -> Itera
         return
     with contextlib.ExitStack() as until_end:
         try:
-            port = _probe_port(named, run, until_end)
+            _, listener = listen(f"0.0.0.0:{named}", HEALTH_PORT_VARIABLE)
+            port: int = listener.getsockname()[1]
+            until_end.enter_context(_running("the health check", run, listener, PROBES_ONLY))
         except (ConfigError, OSError, ValueError) as error:
             logger.warning("%s=%s: no health check is answered (%s)", HEALTH_PORT_VARIABLE, named, error)
             port = 0
         yield port
-
-
-def _probe_port(named: str, run: RunDirectory, until_end: contextlib.ExitStack) -> int:
-    """Start the process that answers. Raises ConfigError, ValueError, or OSError."""
-    _, listener = listen(f"0.0.0.0:{named}", HEALTH_PORT_VARIABLE)
-    port: int = listener.getsockname()[1]
-    until_end.enter_context(_running("the health check", run, listener, PROBES_ONLY))
-    return port
 
 
 @contextlib.contextmanager

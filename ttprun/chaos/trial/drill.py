@@ -242,11 +242,15 @@ def problems_of(scenario: Scenario, disturbed: Twin, undisturbed: Twin, injectio
         if twin.problem:
             problems.append(f"the {name} run: {twin.problem}; see {twin.folder / 'launcher.log'}")
     if undisturbed.exit_code != 0 and not undisturbed.problem:
-        log = undisturbed.folder / "launcher.log"
-        problems.append(f"the undisturbed run fails on its own (exit code {undisturbed.exit_code}); see {log}")
+        problems.append(
+            f"the undisturbed run fails on its own (exit code {undisturbed.exit_code}); "
+            f"see {undisturbed.folder / 'launcher.log'}"
+        )
     if disturbed.exit_code != undisturbed.exit_code and not disturbed.problem:
-        both = f"{disturbed.exit_code}, undisturbed {undisturbed.exit_code}"
-        problems.append(f"the disturbed run ended with exit code {both}; see {disturbed.folder / 'launcher.log'}")
+        problems.append(
+            f"the disturbed run ended with exit code {disturbed.exit_code}, undisturbed {undisturbed.exit_code}; "
+            f"see {disturbed.folder / 'launcher.log'}"
+        )
     if not injections:
         problems.append("no fault was caused at all")
     return problems + misses(injections, ("recovered", "restarted"), scenario.rungs)

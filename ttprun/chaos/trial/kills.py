@@ -293,10 +293,9 @@ def _row(trial: Trial, fault: Fault, incidents: list[IncidentStatus]) -> KillOut
     """A row for a kill and what followed from it."""
     incident = next((candidate for candidate in incidents if not _is_without_loss(candidate)), incidents[0])
     is_anew = incident.rung == "rewind" and incident.boundary == 0
-    rung = "a start from the beginning" if is_anew else incident.rung
     row = replace(
         _new(fault, "exact", ""),
-        rung=rung,
+        rung="a start from the beginning" if is_anew else incident.rung,
         steps_lost=incident.steps_lost,
         took_s=incident.total_s,
         had_standby=incident.had_standby,

@@ -125,10 +125,8 @@ class Launch:
             )
         problem = _wait(process, self.limit_s, is_hopeless)
         twin = Twin(folder, process.returncode, time.monotonic() - started, _output(folder), problem)
-        if not (folder / "run" / "status.json").exists():
-            return twin
-        status, events = read_status(folder / "run" / "status.json"), read_events(folder / "run" / "events.jsonl")
-        return replace(twin, status=status, events=list(events))
+        file, events = folder / "run" / "status.json", folder / "run" / "events.jsonl"
+        return replace(twin, status=read_status(file), events=[*read_events(events)]) if file.exists() else twin
 
 
 def clean_environment() -> dict[str, str]:

@@ -150,8 +150,7 @@ class CallbackRecovery(Recovery):
 
     def _why_not(self) -> str:
         """Why this rank cannot take part in a repair; "" if it can."""
-        place = self._framework.place
-        if place is MainThread.OUTSIDE:
+        if self._framework.place is MainThread.OUTSIDE:
             return "it is not in the function that tft_exception_handler decorates"
         return "" if self._session.applied else "it has not completed an update of the optimizer yet"
 

@@ -167,9 +167,7 @@ class ErrorTable:
         return kind if self.is_retried else OTHER
 
     def _of_hbm_error(self, text: str) -> str:
-        if not self.is_retried:
-            return OTHER
-        return REPAIRABLE if self._times.can_repair(error_time_us(text)) else CORRUPTED
+        return self._if_retried(REPAIRABLE if self._times.can_repair(error_time_us(text)) else CORRUPTED)
 
 
 # The handlers.
