@@ -16,6 +16,7 @@ from tests.rank.fakes import become, make_session
 from ttprun.device.device_errors import DeviceErrors, DeviceFault, UpdateTimes, diagnosis_of, now_us
 from ttprun.device.interface import DeviceFailedError
 from ttprun.introspect.current_rank import ScriptGroups, current
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Options
 from ttprun.rank.bootstrap import rerun
 from ttprun.rank.bootstrap.rerun import is_transient
@@ -137,7 +138,7 @@ def test_the_newest_step_of_an_optimizer_is_noted_for_errors_that_name_their_tim
     times = iter((5, 6, 7, 8))
     updates = UpdateTimes(lambda: next(times))
     line: Any = Notes()
-    session = make_session(channel=line, unprotected="nothing else is looked at", updates=updates)
+    session = make_session(channel=line, unprotected=Reason(text="nothing else is looked at"), updates=updates)
     become(session)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
