@@ -100,7 +100,7 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
     node = Agent(Config(), run, True, job)
     node.begin_group([(0, 0), (1, 1)])
     for slot in node.slots:
-        slot.protect()
+        slot.is_protected = True
         node.board.set(slot.rank, Field.APPLIED, 1)
         node.board.set(slot.rank, Field.REHEARSED, 1)
     publisher = StatusPublisher(node, Incidents(node), *PARTS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ttprun.agent.base.loop import Calls
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.base.spare_pool import Listener, SparePool
 from ttprun.agent.between import rendezvous, succession
@@ -32,9 +33,8 @@ class Follower:
         )
         self.selector = selectors.DefaultSelector()
         self.became: list[str] = []
-        node: Any = SimpleNamespace(
-            verdict=None, peers=self.peers, selector=self.selector, here=[], ended_by=0, log=lambda *_, **__: None
-        )
+        node: Any = SimpleNamespace(verdict=None, peers=self.peers, selector=self.selector, here=[], ended_by=0)
+        node.log, node.in_background = lambda *_, **__: None, Calls(self.selector).in_background
         follower: Any = SimpleNamespace(give_up=lambda reason: self.became.append(reason))
         nothing: Any = None
         self.succession = Succession(node, nothing, follower, nothing, nothing, lambda: None)

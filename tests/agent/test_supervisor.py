@@ -75,7 +75,7 @@ class OneCheckpoint:
     def find(self) -> tuple[recovery.Saved, ...]:
         return (recovery.Saved(self._stored.boundary, self._stored.place),)
 
-    def opened(self, place: str) -> Stored:
+    def opened(self, place: str, is_new: bool) -> Stored:
         return self._stored
 
     def note_unusable(self, place: str, reason: str, is_refused: bool) -> None:
@@ -367,7 +367,7 @@ def test_of_the_parts_of_older_groups_nothing_is_left_when_ranks_are_started_aga
     for _ in range(20):
         begin_group(supervisor, 0, 1)
         supervisor.pause()
-        node.unpause()
+        node.is_paused = False
         parts = [part for part in vars(supervisor.group).values() if hasattr(part, "__dict__")]
         of_group = [part for part in parts if not any(part is other for other in outlive)]
         groups.append([weakref.ref(part) for part in (supervisor.group, *of_group, *node.here, *node.slots)])

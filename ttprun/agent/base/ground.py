@@ -14,7 +14,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,15 +145,17 @@ class Ground:
         self.board.set(rank, Field.APPLIED, boundary)
         self.board.forget_process(rank)
 
+    def void_beyond(self, boundary: int, slots: Iterable[Any]) -> None:
+        """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records.
+
+        slots   their rows, or their processes
+        """
+        for slot in slots:
+            if slot.lost_boundary > boundary:
+                slot.lost_boundary = boundary
+                self.board.set(slot.rank, Field.RECORDED, boundary)
+
     # How a group goes on, and how it ends.
-
-    def pause(self) -> None:
-        """Nobody decides from now on."""
-        self.is_paused = True
-
-    def unpause(self) -> None:
-        """What happens is decided on again."""
-        self.is_paused = False
 
     def break_down(self) -> None:
         """The supervisor has failed."""
@@ -164,10 +166,6 @@ class Ground:
         """The agent that leads has ended this group."""
         self.is_concluded_elsewhere = True
         self.conclude(verdict)
-
-    def end_by(self, signal: int) -> None:
-        """A launcher has got a signal that ends the job."""
-        self.ended_by = signal
 
     def conclude(self, verdict: Verdict) -> None:
         """This group has come to its end; torch's agent asks for the verdict."""

@@ -17,9 +17,15 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+
+def unwatch(selector: selectors.BaseSelector, file: Any) -> None:
+    """Wait for it no more, if it was waited for and is open yet."""
+    with contextlib.suppress(KeyError, ValueError):
+        selector.unregister(file)
 
 
 class Calls:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ttprun.agent.base.loop import unwatch
 from ttprun.agent.base.spare_pool import HUNG_UP, SparePool, retransmit_soon
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
@@ -125,8 +126,7 @@ class Peers:
             try:
                 messages = link.read_available()
             except (EOFError, OSError) as error:
-                with contextlib.suppress(KeyError, ValueError):
-                    selector.unregister(link.sock)
+                unwatch(selector, link.sock)
                 self._links.pop(node, None)
                 link.close()
                 if isinstance(error, OSError) and error.errno not in HUNG_UP:
@@ -160,8 +160,7 @@ class Peers:
         self._waits.pop(node, None)
         link = self._links.pop(node, None)
         if link is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                selector.unregister(link.sock)
+            unwatch(selector, link.sock)
             link.close()
 
     def is_connected(self, node: int) -> bool:
@@ -320,8 +319,7 @@ class Peers:
         """The group has ended: send what is left, and hang up."""
         self.flush()
         for link in self._links.values():
-            with contextlib.suppress(KeyError, ValueError):
-                selector.unregister(link.sock)
+            unwatch(selector, link.sock)
             with contextlib.suppress(OSError):
                 link.sock.settimeout(_FLUSH_LIMIT_S)
                 link.finish()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttprun.agent.base.loop import unwatch
 from ttprun.protocol import meeting
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import encode
@@ -103,16 +104,14 @@ class Listener:
     def _forget(self, link: Channel) -> None:
         assert self._selector is not None
         self._newcomers = [other for other in self._newcomers if other is not link]
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.sock)
+        unwatch(self._selector, link.sock)
 
     def shut(self) -> None:
         """Nobody is let in until it is opened again."""
         if self._selector is not None:
             for link in list(self._newcomers):
                 self._hang_up(link)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(self._listener)
+            unwatch(self._selector, self._listener)
             self._selector = None
 
     def close(self) -> None:
@@ -231,8 +230,7 @@ class SparePool:
 
     def _forget(self, link: Channel) -> None:
         assert self._selector is not None
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.sock)
+        unwatch(self._selector, link.sock)
         self._waiting = [launcher for launcher in self._waiting if launcher.link is not link]
 
     def __len__(self) -> int:

@@ -59,7 +59,7 @@ class Agent(Node, Lead):
         self.board_fd, self._board = Board.create(self.world_size)
         self.here = [Process.create(rank, local, self.slot_bytes, bool(self.peers.address)) for rank, local in ranks]
         self.slots = [
-            Row(rank, rank % self.peers.ranks_per_node, self._forward, self.is_here(rank))
+            Row(rank, rank % self.peers.ranks_per_node, lambda *of: self.forward(*of), self.is_here(rank))
             for rank in range(self.world_size)
         ]
         self.verdict = None
@@ -204,5 +204,5 @@ class Follower:
         if order.kind == "restart":
             logger.warning("all ranks start again: %s", order.reason)
         node.log("group_given_up", kind=order.kind, reason=order.reason)
-        node.end_by(order.ended_by)
+        node.ended_by = order.ended_by
         node.hear_conclusion(Verdict(order.kind, order.reason, order.has_progress, reason_kind=order.reason_kind))

@@ -25,9 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
-
-from msgspec import structs
+from typing import Any, NamedTuple, get_args
 
 from ttprun.agent.base.peers import Peers, ready
 from ttprun.agent.base.spare_pool import Listener, SparePool, keep_alive
@@ -87,52 +85,72 @@ def meet(store: Any, place: Place) -> Peers:
 
 
 def _lead(store: Any, place: Place) -> Peers:
-    arrivals: dict[int, tuple[Channel, meeting.Hello]] = {}
-    ahead_s: dict[int, float] = {}
-    ends_s = time.monotonic() + LIMIT_S
     listener = Listener(place.address, KNOWN, place.page)
-    with selectors.DefaultSelector() as selector, _seen_file(place) as seen, contextlib.ExitStack() as undone:
+    with _seen_file(place) as seen, contextlib.ExitStack() as undone:
         undone.callback(listener.close)
-
-        def came(link: Channel, hello: meeting.Hello) -> None:
-            if 0 < hello.node < place.size:
-                arrivals[hello.node] = link, hello
-                ahead_s[hello.node] = hello.at_s - time.time()
-
-        listener.open(selector, came)
-        store.set(_LEADER, json.dumps(listener.where | {"seen": seen}))
-        while len(arrivals) < place.size - 1:
-            for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
-                key.data()
-            if time.monotonic() >= ends_s:
-                why = f"{place.size - 1 - len(arrivals)} of {place.size} agents did not connect within {LIMIT_S:.0f} s"
-                store.set(_OFF, why)
-                for link, _ in arrivals.values():
-                    link.close()
-                raise NotMetError(why)
-        listener.shut()  # from now on those are let in who wait for slots
-        reason, cure = _why_unfit(place, [hello for _, hello in arrivals.values()], ahead_s)
-        for link, _ in arrivals.values():
+        where = json.dumps(listener.where | {"seen": seen})
+        arrivals = _gather(listener, place.size, LIMIT_S, lambda: store.set(_LEADER, where))
+        links = [arrival.link for arrival in arrivals.values()]
+        if len(links) < place.size - 1:
+            why = f"{place.size - 1 - len(links)} of {place.size} agents did not connect within {LIMIT_S:.0f} s"
+            store.set(_OFF, why)
+            for link in links:
+                link.close()
+            raise NotMetError(why)
+        reason, cure = _why_unfit(place, arrivals)
+        for link in links:
             link.send(meeting.Rejected(reason, cure) if reason else meeting.Accepted())
         if reason:
-            for link, _ in arrivals.values():
+            for link in links:
                 link.close()
             raise ConfigError(reason, cure)
         undone.pop_all()
-    names = {number: hello.address for number, (_, hello) in arrivals.items()} | {0: place.address}
-    links = {number: ready(link) for number, (link, _) in arrivals.items()}
-    own = address_for_ranks(place.address)
-    pool = SparePool(listener, place.alike, sees_needed=place.listener is not None)
-    peers = Peers(place.number, own, place.ranks, links, names, place.size, pool, place.master)
-    peers.pools = {0: meeting.Where(**listener.where)} | {number: hello.pool for number, (_, hello) in arrivals.items()}
-    peers.without_save_dir = sorted(number for number, (_, hello) in arrivals.items() if not hello.shares)
-    peers.listeners = listeners_of(place, [hello for _, hello in arrivals.values()])
+    peers = _led(place, listener, arrivals)
+    peers.without_save_dir = sorted(number for number, arrival in arrivals.items() if not arrival.hello.shares)
     return peers
 
 
-def listeners_of(place: Place, others: list[meeting.Hello]) -> dict[int, meeting.Where]:
-    """Where each agent would listen if it led the next group, by node."""
-    return {0: place.listener or meeting.Where()} | {hello.node: hello.listener for hello in others}
+class _Arrival(NamedTuple):
+    """An agent that has come to the one that leads; `ahead_s`: its clock, of ours."""
+
+    link: Channel
+    hello: meeting.Hello
+    ahead_s: float
+
+
+def _gather(
+    listener: Listener, size: int, limit_s: float, announce: Callable[[], None] = lambda: None
+) -> dict[int, _Arrival]:
+    """Those of the other agents, by node, that come in time; whoever comes later is let in to wait for slots."""
+    arrivals: dict[int, _Arrival] = {}
+    ends_s = time.monotonic() + limit_s
+
+    def came(link: Channel, hello: meeting.Hello) -> None:
+        if 0 < hello.node < size:
+            arrivals[hello.node] = _Arrival(link, hello, hello.at_s - time.time())
+
+    with selectors.DefaultSelector() as selector:
+        listener.open(selector, came)
+        announce()
+        while len(arrivals) < size - 1 and time.monotonic() < ends_s:
+            for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
+                key.data()
+        listener.shut()
+    return arrivals
+
+
+def _led(place: Place, listener: Listener, arrivals: Mapping[int, _Arrival]) -> Peers:
+    """The group that this agent leads."""
+    hellos = {number: arrival.hello for number, arrival in arrivals.items()}
+    names = {number: hello.address for number, hello in hellos.items()} | {0: place.address}
+    links = {number: ready(arrival.link) for number, arrival in arrivals.items()}
+    pool, own = SparePool(listener, place.alike, place.listener is not None), address_for_ranks(place.address)
+    peers = Peers(place.number, own, place.ranks, links, names, place.size, pool, place.master)
+    peers.pools = {0: meeting.Where(**listener.where)} | {number: hello.pool for number, hello in hellos.items()}
+    # Where each node's agent listens if it leads the next group.
+    peers.listeners = {0: place.listener or meeting.Where()}
+    peers.listeners |= {number: hello.listener for number, hello in hellos.items()}
+    return peers
 
 
 @contextlib.contextmanager
@@ -153,14 +171,14 @@ def _seen_file(place: Place) -> Iterator[str]:
             path.unlink(missing_ok=True)
 
 
-def _why_unfit(place: Place, others: list[meeting.Hello], ahead_s: Mapping[int, float]) -> tuple[str, str]:
+def _why_unfit(place: Place, arrivals: Mapping[int, _Arrival]) -> tuple[str, str]:
     """What differs between nodes, and what to do; ("", "") if they fit each other.
 
     ahead_s   by how much the clock of each node is ahead of ours
     """
-    for hello in sorted(others, key=lambda other: other.node):
-        if abs(ahead_s[hello.node]) > CLOCK_LIMIT_S:
-            off = f"{abs(ahead_s[hello.node]):.0f} s {'ahead of' if ahead_s[hello.node] > 0 else 'behind'}"
+    for _, (_, hello, ahead_s) in sorted(arrivals.items()):
+        if abs(ahead_s) > CLOCK_LIMIT_S:
+            off = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
             why = f"the clock of node {hello.node} ({hello.address}) is {off} that of node 0 ({place.address})"
             return why, "set the clocks of all nodes, by NTP for example"
         if place.listener is not None and not hello.shares:
@@ -291,38 +309,19 @@ def meet_again(
 def _lead_again(
     order: meeting.Regroup, place: Place, listener: Listener, make_store: Callable[[], str]
 ) -> tuple[Peers, str]:
-    arrivals: dict[int, tuple[Channel, meeting.Hello]] = {}
-    ends_s = time.monotonic() + AGAIN_LIMIT_S
-
-    def came(link: Channel, hello: meeting.Hello) -> None:
-        if 0 < hello.node < order.size:
-            arrivals[hello.node] = link, hello
-
-    with selectors.DefaultSelector() as selector:
-        listener.open(selector, came)
-        while len(arrivals) < order.size - 1 and time.monotonic() < ends_s:
-            for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
-                key.data()
-        listener.shut()
+    arrivals = [arrival for _, arrival in sorted(_gather(listener, order.size, AGAIN_LIMIT_S).items())]
     size = 1 + len(arrivals)
     if size < order.least:
         why = f"{size} of at least {order.least} nodes came within {LIMIT_S:.0f} s"
-        for link, _ in arrivals.values():
-            link.send(meeting.Rejected(why, "start the launchers again: all resume from the checkpoint"))
-            link.close()
+        for arrival in arrivals:
+            arrival.link.send(meeting.Rejected(why, "start the launchers again: all resume from the checkpoint"))
+            arrival.link.close()
         listener.close()
         raise NotMetError(why)
     master = make_store()
-    links, names, hellos = {}, {0: place.address}, []
-    for number, (_, (link, hello)) in enumerate(sorted(arrivals.items(), key=lambda arrival: arrival[0]), start=1):
-        link.send(meeting.Accepted(number, size, master))
-        links[number], names[number] = ready(link), hello.address
-        hellos.append(structs.replace(hello, node=number))
-    pool = SparePool(listener, place.alike, sees_needed=True)
-    peers = Peers(0, address_for_ranks(place.address), place.ranks, links, names, size, pool, master)
-    peers.listeners = listeners_of(place, hellos)
-    peers.pools = {0: meeting.Where(**listener.where)} | {hello.node: hello.pool for hello in hellos}
-    return peers, master
+    for number, arrival in enumerate(arrivals, start=1):
+        arrival.link.send(meeting.Accepted(number, size, master))
+    return _led(replace(place, size=size, master=master), listener, dict(enumerate(arrivals, start=1))), master
 
 
 def _follow_again(order: meeting.Regroup, place: Place) -> tuple[Peers, str]:

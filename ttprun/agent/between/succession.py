@@ -21,13 +21,13 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 
 from ttprun import recovery
-from ttprun.agent.base.spare_pool import SparePool
 from ttprun.agent.between.agent import Agent, Follower
 from ttprun.agent.between.rendezvous import KNOWN
 from ttprun.agent.lead.comparisons import Comparisons
@@ -42,47 +42,6 @@ from ttprun.protocol.patience import Patience
 from ttprun.protocol.rank_events import RankExited, StopAsked
 
 Done = Callable[[socket.socket | None, int], None]
-
-
-class Dial:
-    """Connects to an address.
-
-    done   called once, with the socket, or with None and why not (errno)
-    """
-
-    def __init__(self, selector: selectors.BaseSelector, address: str, port: int, limit_s: float, done: Done) -> None:
-        self._selector = selector
-        self._done = done
-        self._ends_s = time.monotonic() + limit_s
-        self._sock: socket.socket | None = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._sock.setblocking(False)
-        self._code = self._sock.connect_ex((address, port))
-        selector.register(self._sock, selectors.EVENT_WRITE, self._connected)
-
-    @property
-    def is_over(self) -> bool:
-        """`done` has been called."""
-        return self._sock is None
-
-    def _connected(self) -> None:
-        assert self._sock is not None
-        self._end(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-
-    def look(self) -> None:
-        """Time has passed."""
-        if self._sock is not None and self._code not in (0, errno.EINPROGRESS):
-            self._end(self._code)
-        elif self._sock is not None and time.monotonic() >= self._ends_s:
-            self._end(errno.ETIMEDOUT)
-
-    def _end(self, code: int) -> None:
-        assert self._sock is not None
-        sock, self._sock = self._sock, None
-        self._selector.unregister(sock)
-        if code:
-            sock.close()
-        self._done(None if code else sock, code)
-
 
 logger = logging.getLogger("ttprun")
 
@@ -126,7 +85,6 @@ class Succession:
     _ended: set[int] = field(default_factory=set, init=False)  # lost agents that have ended for sure
     _probe_again: dict[int, float] = field(default_factory=dict, init=False)
     _lost_s: dict[int, float] = field(default_factory=dict, init=False)  # when the first probe was made
-    _dials: list[Dial] = field(default_factory=list, init=False)
 
     # A follower.
 
@@ -167,7 +125,16 @@ class Succession:
             elif time.monotonic() < self._lost_s[number] + _DYING_S:
                 self._probe_again[number] = time.monotonic() + _PROBE_AGAIN_S
 
-        self._dials.append(Dial(self.node.selector, listener.address, listener.port, _PROBE_LIMIT_S, done))
+        self._dial(listener, _PROBE_LIMIT_S, done)
+
+    def _dial(self, listener: meeting.Where, limit_s: float, done: Done) -> None:
+        """Connect in the background; `done` is called with the socket and 0, or with None and an errno."""
+
+        def failed(error: Exception) -> None:
+            done(None, getattr(error, "errno", None) or errno.ETIMEDOUT)
+
+        connect = partial(socket.create_connection, (listener.address, listener.port), limit_s)
+        self.node.in_background(connect, lambda sock: done(sock, 0), failed)
 
     def _end_unfinished(self, slot: Process) -> None:
         """The process of a rank was being repaired: what it would be ordered to do next is lost."""
@@ -177,7 +144,7 @@ class Succession:
         self.orders.carry_out(process_orders.KillRank(slot.rank, why))
 
     def _follow_next(self) -> None:
-        node, peers = self.node, self.node.peers
+        peers = self.node.peers
         following = min(number for number in {*peers.pools, peers.node} if number not in self._lost)
         if following == peers.node:
             self._gather()
@@ -194,7 +161,7 @@ class Succession:
                 peers.cut_off.add(following)
             self.begin(following, f"it cannot be reached: {os.strerror(code)}")
 
-        self._dials.append(Dial(node.selector, listener.address, listener.port, _CONNECT_LIMIT_S, done))
+        self._dial(listener, _CONNECT_LIMIT_S, done)
 
     def _report_to(self, following: int, sock: socket.socket, listener: meeting.Where) -> None:
         """Connected to the next leader: it hears how the ranks here stand."""
@@ -274,9 +241,6 @@ class Succession:
 
     def look(self) -> None:
         """Time has passed, or another one has reported."""
-        self._dials = [dial for dial in self._dials if not dial.is_over]
-        for dial in self._dials:
-            dial.look()
         for number in [node for node, at_s in self._probe_again.items() if time.monotonic() >= at_s]:
             del self._probe_again[number]
             if self._gathers is not None:
@@ -327,10 +291,12 @@ class Succession:
         peers.to_all(meeting.Master(master))
         node.log("leads", node=peers.node, generation=generation, followers=sorted(heirs))
         logger.warning("%s leads from now on", peers.name_of(peers.node))
-        self.leader.reports.checkpoints.rule_out(known.why_no_checkpoints)
+        self.leader.reports.checkpoints.why_never = known.why_no_checkpoints
         self.on_lead()
         assert peers.pool is not None
-        self._let_in(peers.pool)
+        early, self._early = self._early, []
+        for link, hello in early:
+            peers.pool.let_in(link, hello)
         for number, why in sorted(self._lost.items()):
             self.leader.lose(number, why)
         # Also those that the old leader had lost before, whose ranks it has not replaced.
@@ -344,11 +310,6 @@ class Succession:
             for message in heir.later:
                 self.leader.take(number, message)
         self.leader.share()
-
-    def _let_in(self, pool: SparePool) -> None:
-        early, self._early = self._early, []
-        for link, hello in early:
-            pool.let_in(link, hello)
 
     def _report_loss(self, legacy: Legacy) -> None:
         self.node.advance(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import assert_never, get_args
 
 from ttprun import recovery
+from ttprun.agent.base.loop import unwatch
 from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.schedules import QuiesceSchedule
@@ -115,8 +116,7 @@ class ControlSocket:
 
     def _hang_up(self, client: _Client) -> None:
         self._clients.remove(client)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(client.sock)
+        unwatch(self._selector, client.sock)
         client.sock.close()
 
     def _reply(self, line: bytes) -> Reply:
@@ -142,8 +142,7 @@ class ControlSocket:
         """Stop listening, and hang up on all."""
         for client in list(self._clients):
             self._hang_up(client)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self._listener)
+        unwatch(self._selector, self._listener)
         self._listener.close()
         with contextlib.suppress(OSError):
             self._run.control_socket.unlink()
@@ -163,10 +162,6 @@ class Requests:
     inject: Callable[[Fault], str] | None = None
     eyes: NodeEyes | None = None
     repairs: Repairs | None = None
-
-    def take_group(self, inject: Callable[[Fault], str], eyes: NodeEyes, repairs: Repairs) -> None:
-        """All ranks are new."""
-        self.inject, self.eyes, self.repairs = inject, eyes, repairs
 
     def answer(self, request: Request) -> Reply:
         """The reply to a request. Raises ValueError if it cannot be carried out."""

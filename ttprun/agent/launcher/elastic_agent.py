@@ -134,7 +134,7 @@ class ReplacingAgent(LocalElasticAgent):
         if peers is None or not peers.is_follower:
             self.meeting.begin_to_lead()
         if taken is not None:
-            supervisor.take_over(taken.records)
+            supervisor.group.orders.take_over(taken.records)
         if peers is not None:
             # Who comes later waits for slots, and that is no reason to start all ranks again.
             worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
@@ -299,7 +299,12 @@ class ReplacingAgent(LocalElasticAgent):
             return None
         if rendezvous_keys.arrive() <= self.meeting.nodes:
             return None
-        self.supervisor.prepare_standbys()
+        node, run = self.supervisor.node, self.supervisor.run
+        node.call(run.standby_watch.prepare)
+
+        def warm_up(modules: list[str], files: list[str]) -> None:
+            node.call(lambda: run.standbys.warm_up(modules, files))
+
         if self.meeting.is_elastic:  # all wait for its ranks when it joins
             self.supervisor.wait_for_standby(_STANDBY_LIMIT_S)
         is_over: set[str] = set()
@@ -313,7 +318,7 @@ class ReplacingAgent(LocalElasticAgent):
                 time.sleep(_LOOK_AGAIN_S)
                 continue
             listener = self._next_listener()
-            meeting, warm_up = self.meeting, self.supervisor.warm_up_standbys
+            meeting = self.meeting
             taken = wait_for_slots(where, meeting.address, meeting.alike, warm_up, listener, meeting.page)
             if isinstance(taken, Taken | Regroup):
                 return taken
@@ -339,7 +344,7 @@ class ReplacingAgent(LocalElasticAgent):
         if concluded.kind == "done":
             raise SystemExit(0)
         # A scheduler that starts the others again must not take this one for done.
-        self.supervisor.node.end_by(concluded.ended_by)
+        self.supervisor.node.ended_by = concluded.ended_by
         self.supervisor.node.hear_conclusion(Verdict(concluded.kind, concluded.reason, concluded.has_progress))
         raise ChildFailedError(worker_group.spec.role, {0: ProcessFailure(0, 0, concluded.exit_code, "")})
 

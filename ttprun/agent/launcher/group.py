@@ -165,7 +165,7 @@ class Group:
         node.eyes, node.advance = eyes, self._advance
         node.report, node.order, node.forward = self.orders.report, wire.order, wire.forward
         run.status.of_group = self._shown
-        run.requests.take_group(self.inject, eyes, self.repairs)
+        run.requests.inject, run.requests.eyes, run.requests.repairs = self.inject, eyes, self.repairs
 
     # Where it is decided what comes of something: here, or by the agent that leads.
 

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -163,24 +163,12 @@ class Supervisor:
         self._resume_from = ()
         self._on_thread(begin)
 
-    def take_over(self, records: Mapping[int, node_messages.Records]) -> None:
-        """The slots of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
-        self.group.orders.take_over(records)
-
-    def prepare_standbys(self) -> None:
-        """This node waits for slots: have a process ready for them."""
-        self.node.call(self.run.standby_watch.prepare)
-
     def wait_for_standby(self, limit_s: float) -> None:
         """Block until a standby is ready, if it is on its way."""
         ends_s = time.monotonic() + limit_s
         standbys = self.run.standbys
         while time.monotonic() < ends_s and not standbys.ready:
             time.sleep(_LOOK_FOR_STANDBY_S)
-
-    def warm_up_standbys(self, modules: list[str], files: list[str]) -> None:
-        """What the ranks of the job have imported by their first step."""
-        self.node.call(lambda: self.run.standbys.warm_up(modules, files))
 
     def start_from_standby(self, start: dict[str, Any]) -> RankHandler:
         """The first process of a rank whose slot was a lost node's: a standby, or a new one. Raises OSError."""
@@ -199,7 +187,7 @@ class Supervisor:
         node = self.node
         if node.peers.is_follower:
             if not node.is_broken:
-                node.unpause()
+                node.is_paused = False
             self._resized = None
             self.group.watch_peers()  # the agent that leads says when
             return
@@ -210,19 +198,18 @@ class Supervisor:
         blind = ", ".join(map(node.peers.name_of, node.peers.without_save_dir))
         if blind:
             why = f"{blind} does not see the save directory of this node"
-            self.group.checkpoints.rule_out(why)
+            self.group.checkpoints.why_never = why
             logger.warning("no checkpoints: %s; name one that all nodes share (--save-dir)", why)
         is_resumed = bool(resume_from) and not node.is_broken and not blind
         try:
-            node.unpause()
+            node.is_paused = False
             if is_restart and resized is None:
                 self.node.advance(recovery.GroupRestarted(at_s=time.monotonic()))
-            if node.is_broken:
-                node.pause()
+            node.is_paused = node.is_broken
             now = time.monotonic()
             if is_resumed:
                 place = resume_from[0].place
-                where = self._resumption.opened(place) if resized is None else self._resumption.open_new(place)
+                where = self._resumption.opened(place, is_new=resized is not None)
                 node.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
                 replicas = replicas_of(where)
                 event: Event = recovery.ResumeAsked(at_s=now, saved=resume_from, replicas=replicas)
@@ -243,7 +230,7 @@ class Supervisor:
             self.group.leader.share()
             self.group.watch_peers()
         except Exception as error:
-            node.pause()
+            node.is_paused = True
             if is_resumed:  # then nobody would order them where to resume
                 self._resumption.note_unusable(resume_from[0].place, repr(error), is_refused=True)
                 why = f"the run cannot resume from the checkpoint: {error!r}; the next launch will not try it again"
@@ -264,7 +251,7 @@ class Supervisor:
         peers = self.node.peers
         where = f" on {peers.name_of(peers.node)}" if peers.names else ""
         reason = f"ended by {ended_by.name}{where}"
-        self.node.end_by(ended_by)
+        self.node.ended_by = ended_by
         self._checkpoints_before_end = self.run.checkpoint_writer.count
         self.had_finished = self.node.has_board and self.node.has_finished  # not because of the signal
         self.node.log("ending", reason=reason, grace_s=grace_s)
@@ -311,7 +298,7 @@ class Supervisor:
         done = threading.Event()
 
         def pause() -> None:
-            self.node.pause()
+            self.node.is_paused = True
             self.node.is_settled.set()
             for slot in self.node.here:
                 self.group.watch.forget(slot)

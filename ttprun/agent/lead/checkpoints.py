@@ -19,7 +19,7 @@ from ttprun.agent.base.stored_states import NO_RECORD, Stored, rank_file
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.resume import replicas_of
-from ttprun.agent.lead.writer import CheckpointWriter, RankDifferences, Written
+from ttprun.agent.lead.writer import CheckpointWriter, Written, differences_of
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import node_messages, to_rank
 from ttprun.protocol.snapshot_messages import Dumped, MirroredShare, Share, SnapshotTaken
@@ -139,10 +139,6 @@ class Checkpoints:
     _comparisons: Comparisons
     why_never: str = ""
     _writing: _Writing | None = None
-
-    def rule_out(self, why: str) -> None:
-        """None can be written in this job; "": they can."""
-        self.why_never = why
 
     @property
     def is_busy(self) -> bool:
@@ -267,7 +263,7 @@ class Checkpoints:
             peer = next(iter(replicas.peers(rank, writing.reports)), None)
             if rank not in headers and peer is not None:
                 headers[rank] = headers[peer]
-        differences = RankDifferences(headers, replicas)
+        differences = differences_of(headers, replicas)
         self.writer.submit(
             writing.draft, parts.items(), first, differences, writing.order.cause, missing, writing.began_s, done
         )
@@ -355,7 +351,7 @@ class Checkpoints:
             for slot in self._node.slots
         ]
         first = Share(0, 0, "", "", {}, "", header=stored.header)
-        differences = RankDifferences(stored.headers, replicas_of(stored))
+        differences = differences_of(stored.headers, replicas_of(stored))
         began_s, files = time.monotonic(), _readers_of(stored.files)
 
         def done(written: Written) -> None:
@@ -377,7 +373,7 @@ class Checkpoints:
 
         parts = [(rank, _reader_of(fd, buffer.reports[rank].records_bytes)) for rank, fd in enumerate(buffer.records)]
         shares = [(rank, _reader_of(fd, buffer.written[rank].bytes)) for rank, fd in enumerate(buffer.shares)]
-        differences = RankDifferences(buffer.headers, buffer.replicas)
+        differences = differences_of(buffer.headers, buffer.replicas)
         self.writer.submit(draft, parts, buffer.first, differences, "periodic", [], time.monotonic(), finish, shares)
 
 

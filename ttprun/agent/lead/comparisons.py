@@ -112,7 +112,7 @@ class Comparisons:
             self._cuts[slot.rank] = message.shards
             self._weights[slot.rank] = message.bytes
         if message.why_not_stored:
-            self._times.turn_off(message.why_not_stored)
+            self._times.is_off, self._times.why_off = True, message.why_not_stored
         self._looks, look = before.note(slot.rank, message.boundary, message.held, message.is_full, message.shards)
         if look is None:
             return
@@ -150,7 +150,7 @@ class Comparisons:
         cuts = [self._cuts.get(rank, {}) for rank in everyone]
         self.why_not_stored = str(why_not_one_whole(self._looks.replicas.shards, cuts, self._names))
         if self.why_not_stored:
-            self._times.turn_off(self.why_not_stored)
+            self._times.is_off, self._times.why_off = True, self.why_not_stored
 
     def _is_proof(self, look: Look) -> bool:
         """Whether a rank that was repaired a moment ago differs now from those that it was repaired from."""
@@ -280,7 +280,7 @@ class Comparisons:
             self._has_said_no_step = True
             logger.warning("inside its step a rank is not replaced: %s; %s", why_no_step, self._cost_without_source())
 
-    def note_collective_steps(self) -> None:
+    def note_collective_steps(self, slot: Row, message: from_rank.CollectiveStep) -> None:
         """An optimizer communicates inside step(): a lost rank's state can only come from its mirror."""
         if self._looks.replicas.has_collective_steps:
             return

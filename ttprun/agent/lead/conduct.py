@@ -30,7 +30,6 @@ from ttprun.protocol import node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.patience import MOST_TIMES, Patience
 from ttprun.protocol.rank_events import Event
-from ttprun.protocol.reason import Reason
 
 logger = logging.getLogger("ttprun")
 SAY_AFTER_S = 15.0
@@ -114,8 +113,8 @@ ACTIONS: dict[type[process_orders.Action], str] = {
     recovery.RecordIncident: "_record",
     recovery.Regroup: "membership.regroup",
     recovery.GiveUpResize: "membership.give_up",
-    recovery.RestartGroup: "_restart",
-    recovery.FailJob: "_fail",
+    recovery.RestartGroup: "_end_group",
+    recovery.FailJob: "_end_group",
     recovery.FinishJob: "_finish",
 }
 
@@ -156,8 +155,8 @@ class Coordinator:
 
     def _decide(self, event: Event) -> None:
         before = self.node.job
-        actions = self.node.decide(event)
-        job = self.node.job
+        job, actions = recovery.advance(before, event)
+        self.node.job = job
         if job.phase is not before.phase:
             incident = job.incident or before.incident
             self.node.log(
@@ -197,17 +196,14 @@ class Coordinator:
         is_late = self.hang_detector.is_late(self.node.slots[action.rank])
         self.wire.order(action.rank, replace(action, is_late=is_late))
 
-    def _restart(self, action: recovery.RestartGroup) -> None:
-        self._end_group("restart", action.reason)
-
-    def _fail(self, action: recovery.FailJob) -> None:
-        self._end_group("fail", action.reason, action.has_progress)
-
     def _finish(self, action: recovery.FinishJob) -> None:
         self.node.conclude(Verdict("done"))
 
-    def _end_group(self, kind: str, reason: Reason, has_progress: bool = True) -> None:
-        before = self.node.verdict
+    def _end_group(self, action: recovery.RestartGroup | recovery.FailJob) -> None:
+        kind, reason, before = "restart", action.reason, self.node.verdict
+        has_progress = True
+        if isinstance(action, recovery.FailJob):
+            kind, has_progress = "fail", action.has_progress
         if before is not None and (before.kind, kind) != ("restart", "fail"):
             return  # what led here comes first, and explains the rest; but a job that has been ended is not restarted
         if kind == "restart":  # why a job ends is said at its very end, by the launcher
@@ -224,6 +220,5 @@ class Coordinator:
         self.repairs.note_incident(incident)
         if incident.outcome == "recovered":
             for slot in self.node.slots:
-                slot.take_journal({})
-                slot.forget_divergence()
+                slot.journal, slot.divergence = {}, ""
             self.wire.order_all(node_messages.Recovered())

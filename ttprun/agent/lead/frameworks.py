@@ -81,7 +81,7 @@ class Frameworks(Repairs):
                 self.scheduler.pause.take(slot, number)
             case mindio.Prepared(part=part, journal=journal):
                 self.losses[slot.rank] = _LOSSES[part]
-                slot.take_journal(journal)
+                slot.journal = journal
             case mindio.SavedByFramework(generation=generation):
                 self._take_saved(slot, generation)
             case mindio.Renamed(generation=generation):
@@ -222,7 +222,7 @@ class Frameworks(Repairs):
         loads, self._loads = self._loads, False
         node = self._node
         for slot in (node.slots[rank] for rank in node.job.away):
-            slot.take_journal({})
+            slot.journal = {}
             node.board.announce(slot.rank, Field.RECORDED, FINISHED)
         for rank in action.ranks:
             node.slots[rank].send(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 
@@ -258,15 +257,15 @@ class Protection:
         self._announced = announced
         self._returns = 0
 
-    def note_unprotected(self, slot: Row, reason: Reason) -> None:
+    def note_unprotected(self, slot: Row, message: from_rank.RankUnprotected) -> None:
         """No rank can be repaired any more."""
         node = self._node
-        node.log("rank_unprotected", rank=slot.rank, reason=reason)
+        node.log("rank_unprotected", rank=slot.rank, reason=message.reason)
         is_first = not node.job.unprotected_reason
-        node.advance(from_rank.RankUnprotected(at_s=time.monotonic(), rank=slot.rank, reason=reason))
+        node.advance(message)
         if is_first:
             self._pass_on(slot)
-            self._announce(slot, reason)
+            self._announce(slot, message.reason)
 
     def note_membership(self, slot: Row, message: from_rank.RankTrainsAlone | from_rank.RankJoined) -> None:
         """A rank trains alone, or with others; one that cannot be repaired may be of a group from now on."""

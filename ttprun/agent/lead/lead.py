@@ -25,7 +25,6 @@ from ttprun.protocol.board import AWAITED, SHARED, Board, Field
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.meeting import Legacy
 from ttprun.protocol.node_messages import Order, Report
-from ttprun.protocol.process_orders import Action
 from ttprun.protocol.rank_events import Event, RankExited
 
 _LAST_PHASES = (recovery.JobPhase.PERSISTING, recovery.JobPhase.DRAINING, recovery.JobPhase.FAILED)
@@ -95,39 +94,10 @@ class Row:
         if self.is_present:
             self.send(message)
 
-    def greet(self, main_thread: int) -> None:
-        """The process has greeted."""
-        self.main_thread = main_thread
-        self.is_present = True
-
-    def protect(self) -> None:
-        """The hooks of its process have been heard."""
-        self.is_protected = True
-
-    def report_in(self, generation: int) -> None:
-        """The process has reported something to the others."""
-        self.reported_in = generation
-
-    def take_journal(self, journal: dict[str, GroupJournal]) -> None:
-        """What the process has issued since the boundary at which it waits."""
-        self.journal = journal
-
     def diverge(self, how: str) -> None:
         """Its weights are found to differ from the others': it is to wait at its next boundary."""
         self.divergence = how
         self.send(to_rank.StopDivergent())
-
-    def forget_divergence(self) -> None:
-        """It has the others' weights again, or the next comparison finds that it has not."""
-        self.divergence = ""
-
-    def note_error(self, error: str) -> None:
-        """An exception ends its script."""
-        self.script_error = error
-
-    def rewind_to(self, stored: Stored | None) -> None:
-        """What it goes back to; None: it begins anew."""
-        self.stored = stored
 
     def fault(self, boundary: int) -> None:
         """The script has ended by a transient error, and the process waits: from now on it is sent what is new.
@@ -162,18 +132,10 @@ class Row:
         self.is_finished, self.is_lost = legacy.is_finished, legacy.is_lost
         self.lost_boundary = legacy.boundary
 
-    def void_beyond(self, boundary: int) -> bool:
-        """Whether it had recorded more than this before it was lost, which is void."""
-        is_beyond = self.lost_boundary > boundary
-        self.lost_boundary = min(self.lost_boundary, boundary)
-        return is_beyond
-
     def go_back_to(self, boundary: int) -> None:
         """The rank goes back: what it had done beyond the boundary is void."""
-        self.lost_boundary = boundary
-        self.is_finished = False
-        self.forget_divergence()
-        self.journal = {}
+        self.lost_boundary, self.is_finished = boundary, False
+        self.divergence, self.journal = "", {}
 
 
 class Eyes(Protocol):
@@ -230,32 +192,18 @@ class Lead(Ground):
         self._job, self.generation = job, job.generation
         self.is_in_incident, self.is_running = job.incident is not None, job.phase is recovery.JobPhase.RUNNING
 
-    def _forward(self, rank: int, pid: int, message: Any) -> None:
-        self.forward(rank, pid, message)
-
-    def decide(self, event: Event) -> tuple[Action, ...]:
-        """Let the state machine take an event; returns what is to be done."""
-        self.job, actions = recovery.advance(self.job, event)
-        return actions
-
     @property
     def is_ending(self) -> bool:
         """This agent leads, and the job saves its state and ends: nobody can join it any more."""
         is_over = self.verdict is not None and self.verdict.kind != "done"
         return is_over or bool(self.ended_by) or self.job.phase in _LAST_PHASES
 
-    def void_rows(self, boundary: int) -> None:
-        """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records."""
-        for slot in self.slots:
-            if slot.void_beyond(boundary):
-                self.board.set(slot.rank, Field.RECORDED, boundary)
-
     def note_script_error(self, slot: Row, message: from_rank.ScriptError) -> None:
         """An exception ends a script; before the first step its traceback is printed here, once."""
         if message.traceback and not any(other.script_error for other in self.slots):
             with contextlib.suppress(OSError):  # whoever read it has gone
                 os.write(2, message.traceback.encode(errors="backslashreplace"))
-        slot.note_error(message.error)
+        slot.script_error = message.error
         self.log("script_error", rank=slot.rank, error=message.error, traceback=message.detail)
 
     # Ranks that are alone, which keep their own state.

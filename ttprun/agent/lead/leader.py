@@ -234,7 +234,7 @@ class Leader:
                 self._on_exited(event, where)
                 return
             case StopAsked(signal=signal):
-                node.end_by(node.ended_by or signal)
+                node.ended_by = node.ended_by or signal
                 stop = event
                 self.quiesce_schedule.ask(lambda: node.advance(replace(stop, at_s=time.monotonic())), is_end=True)
                 return

@@ -237,7 +237,7 @@ class NodeMembership:
     def _end(self, reason: str) -> None:
         """A node leaves, and the others cannot train on without it."""
         node = self._node
-        node.end_by(node.ended_by or signal.SIGUSR1)
+        node.ended_by = node.ended_by or signal.SIGUSR1
         stop = StopAsked(at_s=time.monotonic(), reason=reason)
         self._quiesce_schedule.ask(lambda: node.advance(stop), is_end=True)
 
@@ -328,7 +328,7 @@ class NodeMembership:
         self._resumption.resize(plan.size * self._node.peers.ranks_per_node)
         try:
             if order.place:
-                self._resumption.open_new(order.place)
+                self._resumption.opened(order.place, is_new=True)
         except (ConfigError, InvalidCheckpointError) as error:
             return str(error)
         return ""

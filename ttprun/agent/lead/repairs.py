@@ -308,7 +308,7 @@ class Rewinds:
             return
         by_node: dict[int, list[int]] = {}
         for rank in action.ranks:
-            node.slots[rank].rewind_to(stored)
+            node.slots[rank].stored = stored
             by_node.setdefault(node.peers.node_of(rank), []).append(rank)
         is_adapted = stored is not None and stored.origin is not None
         for number, ranks in by_node.items():

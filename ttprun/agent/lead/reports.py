@@ -49,13 +49,13 @@ _ROWS: dict[type[Message], Handling] = {
     from_rank.Put: Handling("_on_put"),
     # Protection.
     from_rank.RankProtected: Handling("_on_protected"),
-    from_rank.RankUnprotected: Handling("_on_unprotected"),
+    from_rank.RankUnprotected: Handling("protection.note_unprotected"),
     from_rank.RankHindered: Handling("protection.note_hindered"),
     from_rank.RankTrainsAlone: Handling("protection.note_membership"),
     from_rank.RankJoined: Handling("protection.note_membership"),
-    from_rank.CollectiveStep: Handling("_on_collective_steps"),
+    from_rank.CollectiveStep: Handling("comparisons.note_collective_steps"),
     # Faults.
-    from_rank.ScriptError: Handling("_on_script_error"),
+    from_rank.ScriptError: Handling("node.note_script_error"),
     from_rank.RankFaulted: Handling("_on_faulted"),
     from_rank.Broken: Handling("hang_detector.take_broken"),
     from_rank.StoppedDivergent: Handling("_on_stopped"),
@@ -142,17 +142,11 @@ class Reports:
         """A message that is an event as it is."""
         self.node.advance(message)
 
-    def _on_unprotected(self, slot: Row, message: from_rank.RankUnprotected) -> None:
-        self.protection.note_unprotected(slot, message.reason)
-
-    def _on_collective_steps(self, slot: Row, message: from_rank.CollectiveStep) -> None:
-        self.comparisons.note_collective_steps()
-
     def _on_refused(self, slot: Row, message: Refused) -> None:
         self.node.refuse(slot.rank, message.reason)
 
     def _on_protected(self, slot: Row, message: from_rank.RankProtected) -> None:
-        slot.protect()
+        slot.is_protected = True
         self.node.advance(message)
 
     def _on_mismatch(self, slot: Row, message: MismatchFound) -> None:
@@ -188,15 +182,12 @@ class Reports:
     def _on_present(self, slot: Row, message: from_rank.Present) -> None:
         """A process has greeted: it is sent what it has missed; what is new it gets by `pass_on`, as all others do."""
         self._forget_older()
-        slot.greet(message.main_thread)
+        slot.main_thread, slot.is_present = message.main_thread, True
         self.comparisons.report_owners(slot)
         for sender, put in self._passed_on:
             if sender != slot.rank:
                 slot.send_if_present(put)
         self.injections.greeted(slot)
-
-    def _on_script_error(self, slot: Row, message: from_rank.ScriptError) -> None:
-        self.node.note_script_error(slot, message)
 
     def _on_stopped(self, slot: Row, message: from_rank.StoppedDivergent) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
@@ -205,7 +196,7 @@ class Reports:
         diverged = recovery.RankDiverged(at_s=at_s, rank=slot.rank, pid=slot.pid, boundary=recorded, reason=reason)
         self.node.advance(diverged)
         if not slot.is_lost:  # it came while a checkpoint was written, say: the next comparison finds it again
-            slot.forget_divergence()
+            slot.divergence = ""
 
     def _on_faulted(self, slot: Row, message: from_rank.RankFaulted) -> None:
         """A transient error has ended the script of a rank, which waits for orders."""
@@ -244,7 +235,7 @@ class Reports:
 
     def _on_put(self, slot: Row, put: from_rank.Put) -> None:
         """A rank reports something to all others."""
-        slot.report_in(put.generation)
+        slot.reported_in = put.generation
         self._to_pass_on.append((slot.rank, put))
 
     def pass_on(self) -> None:
@@ -263,11 +254,11 @@ class Reports:
 
     def _on_frozen(self, slot: Row, message: from_rank.RankFrozen) -> None:
         """A survivor has quiesced at a boundary."""
-        slot.take_journal(message.journal)
+        slot.journal = message.journal
         if (message.generation, message.boundary) not in self._voided:  # once, not for each survivor
             self._voided.add((message.generation, message.boundary))
             self.wire.order_all(node_messages.VoidBeyond(message.boundary))
-            self.node.void_rows(message.boundary)
+            self.node.void_beyond(message.boundary, self.node.slots)
         self._compare_journals(slot, message.generation)
         is_at_end = self.node.board.get(slot.rank, Field.ENDED) != 0
         self.node.advance(replace(message, at_s=time.monotonic(), journal={}, is_at_end=is_at_end))

@@ -146,15 +146,10 @@ class Resumption:
             raise ConfigError(f"--resume: '{path}' cannot be used: {error.reason}", "name another, or 'auto'") from None
         return (recovery.Saved(checkpoint.boundary, str(path)),)
 
-    def opened(self, place: str) -> Stored:
-        """The checkpoint in a directory; one that was opened before is not checked again. Raises as `open` does."""
+    def opened(self, place: str, is_new: bool = False) -> Stored:
+        """The checkpoint in a directory, which was checked before, or is now. Raises and `is_new` as in `open`."""
         opened = self._opened
-        return opened if opened is not None and opened.place == place else self.open(Path(place))
-
-    def open_new(self, place: str) -> Stored:
-        """One that has just been written, by this agent or the one that led before it. Raises as `open` does."""
-        opened = self._opened
-        return opened if opened is not None and opened.place == place else self.open(Path(place), is_new=True)
+        return opened if opened is not None and opened.place == place else self.open(Path(place), is_new)
 
     def open(self, path: Path, is_new: bool = False) -> Stored:
         """Open a checkpoint, once everything is checked that can be before a rank runs.

@@ -45,10 +45,6 @@ class SnapshotTimes:
         self._last_s = time.monotonic()
         self.is_wanted = False
 
-    def turn_off(self, why: str) -> None:
-        """None can be taken."""
-        self.is_off, self.why_off = True, why
-
     def take_one_at_once(self) -> None:
         """Some rank holds what no other one does: with `auto` the first snapshot is not put off."""
         if self._interval.is_auto:

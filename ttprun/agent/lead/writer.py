@@ -38,24 +38,16 @@ _TO_END_S = 1.0  # that the launcher needs behind its last checkpoint
 _LEAST_S = 0.2  # a thread that has nothing to do has ended by then
 
 
-@dataclass(frozen=True)
-class RankDifferences:
-    """What a checkpoint must say of ranks that hold different things.
+def differences_of(headers: Mapping[int, list[Any]], replicas: Replicas) -> dict[str, Any]:
+    """What a checkpoint's state file says of ranks that hold different things.
 
     headers   rank -> what it holds; empty if all hold the same
     replicas  which ranks hold the same
     """
-
-    headers: Mapping[int, list[Any]]
-    replicas: Replicas
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """For the checkpoint's state file."""
-        if not self.replicas.differing:
-            return {}
-        owners = {key: list(ranks) for key, ranks in self.replicas.differing.items()}
-        return {"headers": dict(self.headers), "owners": owners, "names": dict(self.replicas.names)}
+    if not replicas.differing:
+        return {}
+    owners = {key: list(ranks) for key, ranks in replicas.differing.items()}
+    return {"headers": dict(headers), "owners": owners, "names": dict(replicas.names)}
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ class CheckpointWriter:
         draft: Draft,
         parts: Iterable[tuple[int, Any]],
         first: Share,
-        differences: RankDifferences,
+        differences: dict[str, Any],
         cause: str,
         missing: list[str],
         began_s: float,
@@ -165,7 +157,7 @@ class CheckpointWriter:
                     draft.add(file_of(share), content)
                 for rank, part in parts:
                     draft.add(rank_file(rank), part)
-                state = {"header": first.header, "arguments": words, **differences.fields}
+                state = {"header": first.header, "arguments": words, **differences}
                 draft.add(STATE_FILE, msgpack.packb(state))
                 checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
                 if checkpoint.is_valid:

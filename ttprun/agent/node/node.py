@@ -16,7 +16,6 @@ from typing import Any
 from ttprun.agent.base import life_signs, stack_dumps
 from ttprun.agent.base.ground import Ground
 from ttprun.agent.node.rank_processes import RankHandler, kill_session
-from ttprun.capture.records.packing import Outline, read_outline
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import children
 from ttprun.protocol import from_rank
@@ -93,11 +92,6 @@ class Process:
             if fd >= 0:
                 os.close(fd)
 
-    def renew_records(self, record_bytes: int) -> None:
-        """Void what was recorded, and give it room for other records."""
-        os.close(self.record_fd)
-        self.record_fd = Recorder.create(record_bytes)
-
     def assign(self, handler: RankHandler) -> None:
         """A process has been started for this rank."""
         self.handler = handler
@@ -142,10 +136,6 @@ class Process:
             self.import_s = time.monotonic() - self.began_at_s
         self.is_protected = self.had_torch = True
 
-    def hang_up(self) -> None:
-        """The process has closed its end of the line."""
-        self.hung_up_at_s = time.monotonic()
-
     def note_error(self, error: from_rank.ScriptError) -> None:
         """An exception ends its script; a traceback that is printed at once is not kept."""
         self.script_error, self.device_fault = error.error, error.device_fault
@@ -169,14 +159,6 @@ class Process:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
-
-    def begin_to_die(self) -> None:
-        """The first sign of the end of its process has been seen."""
-        self.is_dying = True
-
-    def live_on(self) -> None:
-        """The first sign of its end, if there was one, has not been reported: the end itself will be."""
-        self.is_dying = False
 
     def let_die(self) -> None:
         """Its process is killed, or will be at once: the rank is lost."""
@@ -215,32 +197,12 @@ class Process:
             crashed_at=reason if -code in life_signs.CRASHES and self.frame else "",
         )
 
-    def take_place_of_lost(self, boundary: int) -> None:
-        """This slot was a lost node's, whose rank had recorded this boundary last."""
-        self.had_torch = self.is_lost = True
-        self.go_back_to(boundary)
-
     def note_leavings(self, board: Board) -> None:
         """The process is gone: keep what its replacement needs, and clear its signs of life."""
         self.is_present = False
-        self.note_boundary(board)
+        self.lost_boundary = board.get(self.rank, Field.RECORDED)
         if self.is_lost:
             board.forget_process(self.rank)
-
-    def note_boundary(self, board: Board) -> None:
-        """How far the script had come."""
-        self.lost_boundary = board.get(self.rank, Field.RECORDED)
-
-    def void_beyond(self, boundary: int) -> bool:
-        """Whether a lost rank had recorded more than this, which is void."""
-        is_beyond = self.lost_boundary > boundary
-        self.lost_boundary = min(self.lost_boundary, boundary)
-        return is_beyond
-
-    def go_back_to(self, boundary: int) -> None:
-        """The rank goes back: what it had done beyond the boundary is void."""
-        self.lost_boundary = boundary
-        self.is_finished = False
 
     def _cause(self, of_signal: str | None) -> str:
         """Root cause in a phrase: the script's exception, or what the system says, and where it stood."""
@@ -294,11 +256,6 @@ class Node(Ground):
                 return
             time.sleep(_LOOK_AGAIN_S)
 
-    def go_back(self, slot: Process, boundary: int) -> None:
-        """What a rank has done beyond a boundary is void; it has no process now."""
-        slot.go_back_to(boundary)
-        self.set_back(slot.rank, boundary)
-
     def move_master(self, where: str) -> None:
         """Processes that are started from now on find their store elsewhere: "address port"."""
         self.peers.master = where
@@ -308,29 +265,15 @@ class Node(Ground):
 
     # What the ranks have left in shared memory, dead or alive.
 
-    def void_beyond(self, boundary: int) -> None:
-        """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records."""
-        for slot in self.here:
-            if slot.void_beyond(boundary):
-                self.board.set(slot.rank, Field.RECORDED, boundary)
-
     def recorder_of(self, slot: Process) -> Recorder:
         """A rank's records."""
         return Recorder(slot.record_fd, self.slot_bytes)
 
-    def copies_in(self, slot: Process) -> Recorder:
-        """The records of a rank of another node, as far as this one keeps a copy."""
-        return Recorder(slot.copies_fd, self.slot_bytes)
-
     def new_recorder(self, slot: Process) -> Recorder:
         """Void a rank's records, and give it room for others."""
-        slot.renew_records(self.slot_bytes)
+        os.close(slot.record_fd)
+        slot.record_fd = Recorder.create(self.slot_bytes)
         return self.recorder_of(slot)
-
-    def recorded(self, slot: Process, boundary: int) -> Outline | None:
-        """Of a rank's record of a boundary, whoever wrote it; None if there is none."""
-        record = self.recorder_of(slot).read(boundary)
-        return None if record is None else read_outline(record[0])
 
     @property
     def slot_bytes(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import structs
 
 from ttprun.agent.base import life_signs, stack_dumps
+from ttprun.agent.base.loop import unwatch
 from ttprun.agent.base.stored_states import NO_RECORD, UNUSABLE, Origin, Stored, open_checkpoint
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, Process
@@ -158,7 +159,7 @@ class NodeAgent:
                 self.catching_up.discard(rank)
             case from_rank.RankFaulted():
                 self.catching_up.add(rank)
-                slot.note_boundary(self.node.board)
+                slot.lost_boundary = self.node.board.get(rank, Field.RECORDED)
 
     def carry_out(self, order: node_messages.Order) -> None:
         attrgetter(ORDERS[type(order)])(self)(order)
@@ -172,7 +173,7 @@ class NodeAgent:
         self.node.recorder_of(self.node.process(order.rank)).evidence.clear()
 
     def _void_beyond(self, order: node_messages.VoidBeyond) -> None:
-        self.node.void_beyond(order.boundary)
+        self.node.void_beyond(order.boundary, self.node.here)
 
     def _broadcast(self, order: node_messages.Broadcast) -> None:
         for rank, put in order.puts:
@@ -241,8 +242,7 @@ class NodeAgent:
         standby = self.node.domains.run("standbys", self.standbys.take)
         if standby is None:
             return RankHandler(start, str(self.node.run.path), is_new=False, is_python=True)
-        with contextlib.suppress(KeyError, ValueError):
-            self.node.selector.unregister(standby.channel.sock)
+        unwatch(self.node.selector, standby.channel.sock)
         standby.channel.sock.setblocking(True)
         return StandbyHandler(start, standby)
 
@@ -333,18 +333,17 @@ class NodeAgent:
         node = self.node
         self.mirrors.forget(slot.rank)
         boundary = 0 if stored is None else stored.boundary
-        if stored is not None and stored.is_in_recorder:
-            node.go_back(slot, boundary)
-            return
         if stored is None:
             self.memory.void(slot.rank)
-        older = node.recorder_of(slot)
-        recorder = node.new_recorder(slot)
-        if stored is not None and stored.origin is None:
-            recorder.restore(stored.rank_part(slot.rank))
-            if is_trusted:
-                recorder.evidence.take_over(older.evidence, boundary)
-        node.go_back(slot, boundary)
+        if stored is None or not stored.is_in_recorder:
+            older = node.recorder_of(slot)
+            recorder = node.new_recorder(slot)
+            if stored is not None and stored.origin is None:
+                recorder.restore(stored.rank_part(slot.rank))
+                if is_trusted:
+                    recorder.evidence.take_over(older.evidence, boundary)
+        slot.lost_boundary, slot.is_finished = boundary, False
+        node.set_back(slot.rank, boundary)
 
     def _store_part(self, order: node_messages.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""

@@ -262,8 +262,6 @@ class Preloads:
 
     def end(self) -> None:
         """Kill it."""
-        if self._current is not None:
-            kill_session(self._current.process.pid)
-            self._current.bury()
-            self._current.close_notebook()
-        self._current = None
+        current = self.give_up()
+        if current is not None:
+            current.end()

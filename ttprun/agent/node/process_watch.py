@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from ttprun.agent.base import life_signs
 from ttprun.agent.base.life_signs import Causes
+from ttprun.agent.base.loop import unwatch
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, Process
 from ttprun.agent.node.rank_processes import SHIM, RankHandler, StandbyHandler, command_of, with_agent
@@ -136,10 +137,9 @@ class ProcessWatch:
         try:
             messages = handler.channel.read_available()
         except (EOFError, OSError):
-            with contextlib.suppress(KeyError, ValueError):
-                self._node.selector.unregister(handler.channel.sock)
+            unwatch(self._node.selector, handler.channel.sock)
             if slot.handler is handler:
-                slot.hang_up()
+                slot.hung_up_at_s = time.monotonic()
             return
         self._take_all(slot, handler, messages)
 
@@ -175,7 +175,7 @@ class ProcessWatch:
 
         def on_dying(code: int) -> None:
             if slot.handler is handler and slot.pidfd >= 0 and code != 0:  # one that finishes is not urgent
-                slot.begin_to_die()
+                slot.is_dying = True
                 self._on_end(slot, code)
 
         life_signs.watch(
@@ -205,8 +205,7 @@ class ProcessWatch:
 
     def let_die(self, slot: Process) -> None:
         """A process is killed, or will be at once: what it may still send is not heard, and its rank is lost."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._node.selector.unregister(slot.handler.channel.sock)
+        unwatch(self._node.selector, slot.handler.channel.sock)
         slot.let_die()
 
     def look(self) -> None:
@@ -227,8 +226,7 @@ class ProcessWatch:
     def _on_end(self, slot: Process, code: int) -> None:
         node = self._node
         self._drain(slot)
-        with contextlib.suppress(KeyError, ValueError):
-            node.selector.unregister(slot.handler.channel.sock)
+        unwatch(node.selector, slot.handler.channel.sock)
         event = slot.leave(code, node.board, self._causes.of_signal)
         if slot.is_finished:
             node.board.announce(slot.rank, Field.RECORDED, FINISHED)
@@ -262,10 +260,10 @@ class ProcessWatch:
             is_known = pid != slot.pid if known else slot.is_lost or slot.is_finished
             if not is_known and code is not None:
                 if slot.pidfd >= 0:
-                    slot.begin_to_die()
+                    slot.is_dying = True
                 self._on_end(slot, code)
             elif not is_known:
-                slot.live_on()
+                slot.is_dying = False  # its end itself will be reported
             elif pid is None and code is None and not slot.is_lost:
                 node.report(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
 
@@ -273,8 +271,7 @@ class ProcessWatch:
         if slot.handler is None:  # the group is ended before all of it was started
             return
         for watched in (slot.pidfd, slot.handler.channel.sock):
-            with contextlib.suppress(KeyError, ValueError):
-                self._node.selector.unregister(watched)
+            unwatch(self._node.selector, watched)
         slot.forget_process()
 
 

@@ -41,32 +41,27 @@ _pending: dict[int, str] = {}  # process -> nice value of its autogroup, which t
 
 def lower_priority(pid: int) -> None:
     """Let a process, which leads a session, run when nobody else wants to. What cannot be had is done without."""
-    _set_autogroup(pid, str(NICE))
-    if os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return  # the job has been given a policy on purpose
-    with contextlib.suppress(psutil.Error, OSError):
-        psutil.Process(pid).ionice(psutil.IOPRIO_CLASS_IDLE)
-    for task in _tasks_of(pid):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(task, os.SCHED_BATCH, os.sched_param(0))
-        if _can_be_nice():
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, task, NICE)
+    _set_priority(pid, str(NICE), (psutil.IOPRIO_CLASS_IDLE,), os.SCHED_BATCH, NICE)
 
 
 def restore_priority(pid: int) -> None:
     """Give a process our own priority again."""
-    _set_autogroup(pid, _own_autogroup_nice())
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    _set_priority(pid, _own_autogroup_nice(), psutil.Process().ionice(), os.SCHED_OTHER, own)
+
+
+def _set_priority(pid: int, of_group: str, io: tuple[int, ...], policy: int, nice: int) -> None:
+    _set_autogroup(pid, of_group)
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return
+        return  # the job has been given a policy on purpose
     with contextlib.suppress(psutil.Error, OSError):
-        psutil.Process(pid).ionice(*psutil.Process().ionice())
+        psutil.Process(pid).ionice(*io)
     for task in _tasks_of(pid):
         with contextlib.suppress(OSError):
-            os.sched_setscheduler(task, os.SCHED_OTHER, os.sched_param(0))
+            os.sched_setscheduler(task, policy, os.sched_param(0))
         if _can_be_nice():
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, task, os.getpriority(os.PRIO_PROCESS, 0))
+                os.setpriority(os.PRIO_PROCESS, task, nice)
 
 
 def _own_autogroup_nice() -> str:

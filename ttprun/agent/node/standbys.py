@@ -6,13 +6,13 @@ A copy of one is taken when a rank is lost, or one itself, which is refilled aft
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from ttprun.agent.base.loop import unwatch
 from ttprun.agent.node.node import Node, Process
 from ttprun.agent.node.preloads import Preloaded, Preloads
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, kill_session
@@ -180,21 +180,20 @@ class StandbyWatch:
 
     def refill(self) -> None:
         """Start the standbys that are missing; without one a lost rank gets a new process."""
-        if not self._standbys.may_start:
-            return
+        if self._standbys.may_start:
+            self._refill(self._node.here[0].handler.start["env"])
+
+    def _refill(self, environment: Mapping[str, str]) -> None:
         try:
-            self._standbys.refill(self._watch, self._node.here[0].handler.start["env"])
+            self._standbys.refill(self._watch, environment)
         except OSError as error:
             self._node.log("standby_failed", reason=str(error))
 
     def prepare(self) -> None:
         """This node has no ranks yet, but may have some at any moment: a spare."""
         self._standbys.may_start = True
-        try:
-            self._standbys.refill(self._watch, {})
-            self._standbys.hurry()  # it disturbs nobody here
-        except OSError as error:
-            self._node.log("standby_failed", reason=str(error))
+        self._refill({})
+        self._standbys.hurry()  # it disturbs nobody here
 
     def start(self) -> None:
         """The ranks have done their first step, or are not about to: the standbys' imports no longer disturb them.
@@ -261,52 +260,46 @@ class StandbyWatch:
         """Something of them has failed: end all, so that the next ones owe nothing to what these have become."""
         self._is_due = True
         for standby in self._standbys.give_up():
-            with contextlib.suppress(KeyError, ValueError):
-                self._node.selector.unregister(standby.channel.sock)
+            unwatch(self._node.selector, standby.channel.sock)
             kill_session(standby.process.pid)
             self._node.in_background(standby.bury, failed=partial(self._node.domains.note, PART))
 
-    def _listen(self, standby: Standby, on_message: Callable[[], None]) -> None:
-        sock, node = standby.channel.sock, self._node
-
-        def give_up() -> None:  # what it has sent would be read again and again
-            with contextlib.suppress(KeyError, ValueError):
-                node.selector.unregister(sock)
-
-        node.selector.register(sock, selectors.EVENT_READ, lambda: node.domains.run(PART, on_message, give_up))
-
-    def _watch_preloaded(self, preloaded: Preloaded) -> None:
-        node, preloads, began_s = self._node, self._standbys.preloads, time.monotonic()
-
-        def on_message() -> None:
-            try:
-                preloaded.read()
-            except (EOFError, OSError):
-                with contextlib.suppress(KeyError, ValueError):
-                    node.selector.unregister(preloaded.channel.sock)
-                preloads.lost(preloaded)
-                node.in_background(preloaded.bury, failed=partial(node.domains.note, PART))
-                return
-            is_usable = preloads.came(preloaded)
-            fields = {"is_usable": is_usable, "refused": preloaded.refused or preloads.refused}
-            node.log("standby_preloaded", pid=preloaded.process.pid, took_s=time.monotonic() - began_s, **fields)
-
-        self._listen(preloaded, on_message)
-
-    def _watch(self, standby: Standby) -> None:
+    def _listen(self, standby: Standby, came: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Read what it sends: call `came` after that, and `lost` when it has hung up."""
         node = self._node
+        give_up = partial(unwatch, node.selector, standby.channel.sock)
 
         def on_message() -> None:
             try:
                 standby.read()
             except (EOFError, OSError):
-                with contextlib.suppress(KeyError, ValueError):
-                    node.selector.unregister(standby.channel.sock)
-                node.log("standby_lost", pid=standby.process.pid, was_ready=standby.has_started)
+                give_up()
+                lost()
                 node.in_background(standby.bury, failed=partial(node.domains.note, PART))
-                if not standby.is_ready:
-                    self._standbys.forget_warmth()
-                if standby.has_started:  # one that could not start would not start the next time either
-                    self.refill()
+            else:
+                came()
 
-        self._listen(standby, on_message)
+        # What it has sent would be read again and again.
+        on_ready = partial(node.domains.run, PART, on_message, give_up)
+        node.selector.register(standby.channel.sock, selectors.EVENT_READ, on_ready)
+
+    def _watch_preloaded(self, preloaded: Preloaded) -> None:
+        preloads, began_s = self._standbys.preloads, time.monotonic()
+
+        def came() -> None:
+            is_usable = preloads.came(preloaded)
+            fields = {"is_usable": is_usable, "refused": preloaded.refused or preloads.refused}
+            took_s = time.monotonic() - began_s
+            self._node.log("standby_preloaded", pid=preloaded.process.pid, took_s=took_s, **fields)
+
+        self._listen(preloaded, came, partial(preloads.lost, preloaded))
+
+    def _watch(self, standby: Standby) -> None:
+        def lost() -> None:
+            self._node.log("standby_lost", pid=standby.process.pid, was_ready=standby.has_started)
+            if not standby.is_ready:
+                self._standbys.forget_warmth()
+            if standby.has_started:  # one that could not start would not start the next time either
+                self.refill()
+
+        self._listen(standby, lambda: None, lost)

@@ -21,7 +21,7 @@ import msgpack
 from ttprun.agent.base import stored_states
 from ttprun.agent.base.stored_states import Stored, path_of, unpack
 from ttprun.agent.node.node import Node, Process
-from ttprun.capture.records.packing import pack
+from ttprun.capture.records.packing import pack, read_outline
 from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder, records_up_to
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
@@ -119,9 +119,10 @@ class Memory:
 
     def fingerprint_of(self, rank: int, boundary: int) -> str:
         """A hash of what replicas have alike in a rank's record; "" if it has left no record of the boundary."""
-        record = self._node.recorded(self._node.process(rank), boundary)
-        if record is None:
+        packed = self._node.recorder_of(self._node.process(rank)).read(boundary)
+        if packed is None:
             return ""
+        record = read_outline(packed[0])
         return hashlib.sha256(pack([record.weights, record.held, record.stepped])).hexdigest()
 
     def own_part(self, rank: int, boundary: int) -> bytes:
@@ -155,13 +156,15 @@ class Memory:
         recorder = self._node.new_recorder(slot)
         recorder.restore(msgpack.unpackb(zlib.decompress(base64.b64decode(part)), strict_map_key=False))
         newest = recorder.newest
-        slot.take_place_of_lost(newest)
+        slot.had_torch = slot.is_lost = True
+        slot.lost_boundary, slot.is_finished = newest, False
         for column in (Field.RECORDED, Field.APPLIED):
             self._node.board.set(slot.rank, column, newest)
 
     def _kept_of(self, rank: int) -> Recorder:
         node = self._node
-        return node.copies_in(node.process((rank + len(node.here)) % node.world_size))
+        keeper = node.process((rank + len(node.here)) % node.world_size)
+        return Recorder(keeper.copies_fd, node.slot_bytes)
 
 
 def why_not_alike(order: to_rank.Replay, mine: str) -> Reason:
