@@ -31,7 +31,7 @@ from ttprun.agent.base.stored_states import open_checkpoint
 from ttprun.agent.between.agent import Follower
 from ttprun.agent.between.rendezvous import KNOWN as OF_NODES
 from ttprun.agent.launcher.control_socket import ControlSocket, _Client
-from ttprun.agent.lead.leader import Leader
+from ttprun.agent.lead.conduct import Leader
 from ttprun.capture.records.packing import MalformedRecordError
 from ttprun.capture.records.recorder import HEADER_BYTES, Recorder, records_up_to
 from ttprun.capture.values import pack

@@ -1,7 +1,7 @@
 """Orders of the state machine that the agent of one node carries out, whether it leads or not. Data only.
 
 What is filled in on the way is not known to the machine. Its orders that go on to ranks (Freeze, Replay, SendState,
-LoadMirror, LoadState, Resume) are in `to_rank.py`, those for the agent that leads in `ttprun.recovery.job_orders`.
+LoadMirror, LoadState, Resume) are in `to_rank.py`, those for the agent that leads in `ttprun.recovery.phases`.
 """
 
 from __future__ import annotations

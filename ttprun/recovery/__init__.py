@@ -4,10 +4,10 @@
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
 Files, lowest floor first: `shards`, `replicas` (which ranks hold the same, and which has diverged), `job_events`,
-`members` (the ranks, and counts of them), `job`, `job_orders`; events that other nodes report, too, are in
+`members` (the ranks, and counts of them), `job`; events that other nodes report, too, are in
 `ttprun.protocol.rank_events`;
-`phases` (how phases and incidents begin and end), `ways_back`, `ladder` (ways out of an incident);
-`repair`, `resize`, `on_leave`, `on_loss`, `on_hang`, `on_request`, `persist`, `takeover` (handlers);
+`phases` (how phases and incidents begin and end, orders, ways back), `ladder` (ways out of an incident);
+`repair`, `on_leave`, `on_loss`, `on_hang`, `on_request`, `takeover` (handlers);
 `alone` (ranks that are jobs of their own); `machine` (the table).
 Apart from these are `hangs` (which rank hangs, from `observations`) and `membership_policy` (which nodes train). Read
 TRANSITIONS in `machine` first.
@@ -36,25 +36,28 @@ from ttprun.recovery.job_events import (
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.job_orders import (
+from ttprun.recovery.ladder import cost_of_a_loss, cost_of_a_loss_alone, may_persist, why_not_saved
+from ttprun.recovery.machine import TRANSITIONS, advance
+from ttprun.recovery.members import RankState
+from ttprun.recovery.on_hang import has_hung_before, is_last_survivor, who_is_awaited
+from ttprun.recovery.on_leave import groups_left, is_elastic, why_not_without
+from ttprun.recovery.on_loss import is_of_script
+from ttprun.recovery.on_request import why_not_replaceable, why_not_upgradable, with_size
+from ttprun.recovery.phases import (
     FailJob,
     FinishJob,
+    ForbiddenTransition,
     GiveUpCheckpoint,
     GiveUpResize,
+    MachineError,
+    MissingTransition,
     NoteUnusable,
     Persist,
     RecordIncident,
     Regroup,
     RestartGroup,
     SetDeadline,
+    UnexpectedStart,
 )
-from ttprun.recovery.ladder import cost_of_a_loss, cost_of_a_loss_alone, may_persist, why_not_saved
-from ttprun.recovery.machine import TRANSITIONS, advance
-from ttprun.recovery.members import RankState
-from ttprun.recovery.on_hang import has_hung_before, is_last_survivor, who_is_awaited
-from ttprun.recovery.on_loss import is_of_script
-from ttprun.recovery.on_request import why_not_replaceable, why_not_upgradable, with_size
-from ttprun.recovery.phases import ForbiddenTransition, MachineError, MissingTransition, UnexpectedStart
 from ttprun.recovery.repair import missing_from
-from ttprun.recovery.resize import groups_left, is_elastic, why_not_without
 from ttprun.recovery.takeover import known_of, succeed

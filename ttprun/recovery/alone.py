@@ -22,9 +22,8 @@ from ttprun.protocol.rank_events import Event, RankEvent, RepairEvent
 from ttprun.protocol.to_rank import LoadState, Replay, Resume
 from ttprun.recovery.job import Job, JobPhase
 from ttprun.recovery.job_events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
-from ttprun.recovery.job_orders import FailJob, FinishJob, RecordIncident, RestartGroup, SetDeadline
-from ttprun.recovery.members import Member, MemberFlag, Members, RankState
-from ttprun.recovery.phases import Result
+from ttprun.recovery.members import Member, Members, RankState
+from ttprun.recovery.phases import FailJob, FinishJob, RecordIncident, RestartGroup, Result, SetDeadline
 
 _AT_REST = (JobPhase.RUNNING, JobPhase.DONE)
 _RUNGS = frozenset({"replace", "rewind", "restart"})
@@ -59,7 +58,7 @@ class Domain:
         if any(isinstance(action, RestartGroup | FailJob) for action in actions):
             after = replace(job, phase=own.phase, phase_since_s=own.phase_since_s, incident=own.incident)
             return give_up_repairs(job, after, orders, self.rank)
-        if job.count(MemberFlag.IS_FINISHED) == len(job.members):
+        if job.count("finished") == len(job.members):
             return replace(job, phase=JobPhase.DONE), (*orders, FinishJob())
         return job, orders
 
@@ -76,7 +75,7 @@ class Domain:
 
 def domain_of(job: Job, event: Event) -> Domain | None:
     """The rank that an event concerns alone; None if it concerns the whole job."""
-    if not job.alone and not job.count(MemberFlag.TRAINS_ALONE):
+    if not job.alone and not job.count("trains alone"):
         return None
     rank = event.rank if isinstance(event, RankEvent | SnapshotTaken | DeadlinePassed | SupervisorRenewed) else None
     if rank is None or job.settings.is_alone or isinstance(event, RankTrainsAlone | RankJoined):

@@ -16,7 +16,7 @@ from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job_events import Saved, UpgradeAsked
-from ttprun.recovery.members import OF_LIFE, Member, MemberFlag, Members, RankState, changed
+from ttprun.recovery.members import Member, Members, RankState, changed
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 Rung = Literal["reconnect", "rerun", "replace", "rewind", "resize", "restart", "fail"]
@@ -306,28 +306,28 @@ class Job:
     @property
     def are_alone(self) -> bool:
         """Whether some rank takes its steps without a process group, and no rank has one now."""
-        return self.count(MemberFlag.TRAINS_ALONE) > 0 and not self.count(MemberFlag.HAS_JOINED)
+        return self.count("trains alone") > 0 and not self.count("has joined")
 
     @property
     def is_upgrading(self) -> bool:
         """Whether the ranks that were away are being started again."""
         is_upgrade = self.incident is not None and self.incident.kind == UpgradeAsked.kind
-        return is_upgrade and not self.count(MemberFlag.IS_AWAY)
+        return is_upgrade and not self.count("away")
 
-    def count(self, flag: int) -> int:
-        """How many ranks this holds of; `flag` of `MemberFlag`."""
-        return self.members.count(flag)
+    def count(self, what: str) -> int:
+        """How many ranks this holds of; `what` of `members.COUNTED`."""
+        return self.members.count(what)
 
     def ranks_that_are(self, life: RankState) -> tuple[int, ...]:
         """Ranks of one kind, in order."""
-        if not self.count(OF_LIFE[life]):
+        if not self.count(life.value):
             return ()
         return tuple(member.rank for member in self.members if member.life is life)
 
     @property
     def hindrance(self) -> Reason:
         """Why no replay can reach the current boundary, by the lowest rank that reports it; none if one can."""
-        if not self.count(MemberFlag.IS_HINDERED):
+        if not self.count("hindered"):
             return Reason()
         return next(member.hindrance for member in self.members if member.hindrance)
 
@@ -346,7 +346,7 @@ class Job:
     @property
     def source(self) -> RankFrozen | None:
         """The answer of the lowest quiesced survivor, at whose boundary all resume."""
-        if not self.count(MemberFlag.IS_QUIESCED):
+        if not self.count("quiesced"):
             return None
         return next(member.frozen for member in self.members if member.frozen is not None)
 

@@ -16,10 +16,29 @@ from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.alone import as_own
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.job_events import Saved
-from ttprun.recovery.job_orders import FailJob, FinishJob, NoteUnusable, Persist, Regroup, RestartGroup, SetDeadline
-from ttprun.recovery.members import Member, MemberFlag
-from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of
-from ttprun.recovery.ways_back import begin_rewind, go_back, may_rewind, steps_reached, what_sends_back, why_no_rewind
+from ttprun.recovery.members import Member
+from ttprun.recovery.phases import (
+    HALT,
+    UNDONE,
+    FailJob,
+    FinishJob,
+    NoteUnusable,
+    Persist,
+    Regroup,
+    RestartGroup,
+    Result,
+    SetDeadline,
+    begin_rewind,
+    deadline_of,
+    enter,
+    go_back,
+    may_rewind,
+    open_incident,
+    reason_of,
+    steps_reached,
+    what_sends_back,
+    why_no_rewind,
+)
 
 _RESTARTS = "use --max-restarts N to start again from the top"
 
@@ -103,7 +122,7 @@ def take_lower_rung(
     if job.incident is None:
         job = open_incident(job, at_s, "checkpoint", "all waited for a checkpoint", detect_s=0.0)
     job = job if is_replayable or job.is_resumed else replace(job, is_contradicted=True)
-    if job.count(MemberFlag.IS_WITHOUT_NODE):  # they cannot have processes
+    if job.count("without node"):  # they cannot have processes
         job = replace(job, rewind_to=None, rewind_place="")
         return leave_group(job, at_s, why, is_trusted)
     if job.rewind_to is not None:
@@ -300,7 +319,7 @@ def end_job(job: Job, at_s: float) -> Result:
     """End the job, or the current processes, as `job.ending` says; or all resume from the newest saved state."""
     ending = job.ending
     assert ending is not None
-    is_without_node = bool(job.count(MemberFlag.IS_WITHOUT_NODE))
+    is_without_node = bool(job.count("without node"))
     if ending.goes_on and job.saved and not job.finished and (job.settings.is_elastic or not is_without_node):
         newest = job.saved[0]
         if job.went_back_to is None or newest.boundary > job.went_back_to:

@@ -38,7 +38,7 @@ from ttprun.protocol.rank_events import (
     SpawnFailed,
     StopAsked,
 )
-from ttprun.recovery import alone, on_hang, on_leave, on_loss, on_request, persist, repair, resize, takeover
+from ttprun.recovery import alone, on_hang, on_leave, on_loss, on_request, repair, takeover
 from ttprun.recovery.job import Job
 from ttprun.recovery.job import JobPhase as P
 from ttprun.recovery.job_events import (
@@ -115,8 +115,8 @@ NOTED: dict[type[Event], Handler] = {
     RankHindered: on_loss.on_hindered,
     RankTrainsAlone: alone.on_trains_alone,
     RankJoined: alone.on_joined,
-    SnapshotTaken: persist.on_snapshot,
-    ElasticDeclared: resize.on_declared,
+    SnapshotTaken: on_request.on_snapshot,
+    ElasticDeclared: on_leave.on_declared,
 }
 
 
@@ -162,8 +162,8 @@ def before_resuming(phase: P) -> dict[Key, Transition]:
 TRANSITIONS: dict[Key, Transition] = {
     **noted(P.RUNNING),
     **begun_anew(P.RUNNING),
-    (P.RUNNING, RankStarted): row(resize.unless_away(repair.on_started), P.RUNNING),
-    (P.RUNNING, SpawnFailed): row(resize.forget_spawn, P.RUNNING),
+    (P.RUNNING, RankStarted): row(on_leave.unless_away(repair.on_started), P.RUNNING),
+    (P.RUNNING, SpawnFailed): row(on_leave.forget_spawn, P.RUNNING),
     (P.RUNNING, RankUnprotected): row(on_loss.on_unprotected, P.RUNNING),
     (P.RUNNING, RanksCompared): row(on_loss.on_compared, P.RUNNING),
     (P.RUNNING, RankExited): row(on_loss.on_exit, P.RUNNING, P.DONE, *ANSWERS),
@@ -177,8 +177,8 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.RUNNING, "no rank is lost", DowngradeAsked),
     (P.RUNNING, MismatchFound): row(on_loss.on_mismatch_in_running, *DOWN),
     (P.RUNNING, StopAsked): row(on_loss.on_stop, *END),
-    (P.RUNNING, ResumeAsked): row(persist.on_resume_asked, P.REPLAYING),
-    (P.RUNNING, CheckpointAsked): row(persist.on_checkpoint_asked, P.RUNNING, P.PERSISTING),
+    (P.RUNNING, ResumeAsked): row(on_request.on_resume_asked, P.REPLAYING),
+    (P.RUNNING, CheckpointAsked): row(on_request.on_checkpoint_asked, P.RUNNING, P.PERSISTING),
     (P.RUNNING, ResizeAsked): row(on_request.on_resize_asked, P.RUNNING, P.PERSISTING),
     **ignored(P.RUNNING, "it came too late", StatePersisted),
     **ignored(P.RUNNING, "reported twice: its repair is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
@@ -187,8 +187,8 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.RUNNING, "nothing was being done", SupervisorRenewed),
     #
     **before_resuming(P.FREEZING),
-    (P.FREEZING, RankStarted): row(resize.unless_away(repair.on_started_in_freezing), P.FREEZING, P.RESUMING),
-    (P.FREEZING, SpawnFailed): row(resize.on_spawn_failed, P.FREEZING, *DOWN),
+    (P.FREEZING, RankStarted): row(on_leave.unless_away(repair.on_started_in_freezing), P.FREEZING, P.RESUMING),
+    (P.FREEZING, SpawnFailed): row(on_leave.on_spawn_failed, P.FREEZING, *DOWN),
     (P.FREEZING, RanksCompared): row(on_loss.on_compared, P.FREEZING),
     (P.FREEZING, RankExited): row(on_loss.on_exit_in_repair, P.DONE, *ANSWERS),
     (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, *DOWN),
@@ -198,8 +198,8 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.FREEZING, "not asked for yet", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
     **before_resuming(P.REPLAYING),
-    (P.REPLAYING, RankStarted): row(resize.unless_away(repair.on_started_in_replaying), P.REPLAYING, P.RESUMING),
-    (P.REPLAYING, SpawnFailed): row(resize.on_spawn_failed, P.FREEZING, *DOWN),
+    (P.REPLAYING, RankStarted): row(on_leave.unless_away(repair.on_started_in_replaying), P.REPLAYING, P.RESUMING),
+    (P.REPLAYING, SpawnFailed): row(on_leave.on_spawn_failed, P.FREEZING, *DOWN),
     (P.REPLAYING, RanksCompared): row(on_loss.on_compared_in_repair, P.REPLAYING, *DOWN),
     (P.REPLAYING, RankExited): row(on_loss.on_exit_in_repair, *ANSWERS),
     (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, *DOWN),
@@ -210,8 +210,8 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.REPLAYING, "not asked for yet", StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
     **before_resuming(P.TRANSFERRING),
-    (P.TRANSFERRING, RankStarted): row(resize.unless_away(repair.on_started), P.TRANSFERRING),
-    (P.TRANSFERRING, SpawnFailed): row(resize.on_spawn_failed, P.TRANSFERRING, P.FREEZING, *DOWN),
+    (P.TRANSFERRING, RankStarted): row(on_leave.unless_away(repair.on_started), P.TRANSFERRING),
+    (P.TRANSFERRING, SpawnFailed): row(on_leave.on_spawn_failed, P.TRANSFERRING, P.FREEZING, *DOWN),
     (P.TRANSFERRING, RanksCompared): row(on_loss.on_compared_in_repair, P.TRANSFERRING, *DOWN),
     (P.TRANSFERRING, RankExited): row(on_loss.on_exit_in_repair, *ANSWERS),
     (P.TRANSFERRING, StateSent): row(repair.on_state_sent, P.TRANSFERRING, P.RESUMING, *DOWN),
@@ -223,48 +223,48 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.TRANSFERRING, "not asked for yet", RankRebuilt, RankReissued),
     #
     **in_repair(P.RESUMING),
-    (P.RESUMING, RankStarted): row(resize.unless_away(repair.on_started), P.RESUMING),
-    (P.RESUMING, SpawnFailed): row(resize.on_spawn_failed, P.RESUMING, P.FREEZING, *DOWN),
-    (P.RESUMING, RankUnprotected): row(persist.unless_ending(on_loss.on_unprotected_in_repair), *DOWN),
+    (P.RESUMING, RankStarted): row(on_leave.unless_away(repair.on_started), P.RESUMING),
+    (P.RESUMING, SpawnFailed): row(on_leave.on_spawn_failed, P.RESUMING, P.FREEZING, *DOWN),
+    (P.RESUMING, RankUnprotected): row(on_request.unless_ending(on_loss.on_unprotected_in_repair), *DOWN),
     (P.RESUMING, RanksCompared): row(on_loss.on_compared, P.RESUMING),
     (P.RESUMING, RankExited): row(
-        persist.unless_ending(on_loss.on_exit_in_repair), P.RESUMING, P.RUNNING, P.DONE, *ANSWERS
+        on_request.unless_ending(on_loss.on_exit_in_repair), P.RESUMING, P.RUNNING, P.DONE, *ANSWERS
     ),
     (P.RESUMING, RankRebuilt): row(repair.on_rebuilt, P.RESUMING, P.RUNNING, P.FAILED),
     (P.RESUMING, RankReissued): row(repair.on_reissued, P.RESUMING, P.RUNNING, P.FAILED),
-    (P.RESUMING, ConnectionBroken): row(persist.unless_ending(on_hang.on_connection_broken_again), *ANSWERS),
-    (P.RESUMING, MismatchFound): row(persist.unless_ending(on_hang.on_mismatch), *ANSWERS),
-    (P.RESUMING, RankFaulted): row(persist.unless_ending(on_loss.on_faulted), *ANSWERS),
-    (P.RESUMING, RankHung): row(persist.unless_ending(on_hang.on_unfit), P.RESUMING, *ANSWERS),
-    (P.RESUMING, NodeLost): row(persist.unless_ending(on_loss.on_node_lost), P.RESUMING, *ANSWERS),
-    (P.RESUMING, RankDiverged): row(persist.unless_ending(on_hang.on_unfit), *ANSWERS),
+    (P.RESUMING, ConnectionBroken): row(on_request.unless_ending(on_hang.on_connection_broken_again), *ANSWERS),
+    (P.RESUMING, MismatchFound): row(on_request.unless_ending(on_hang.on_mismatch), *ANSWERS),
+    (P.RESUMING, RankFaulted): row(on_request.unless_ending(on_loss.on_faulted), *ANSWERS),
+    (P.RESUMING, RankHung): row(on_request.unless_ending(on_hang.on_unfit), P.RESUMING, *ANSWERS),
+    (P.RESUMING, NodeLost): row(on_request.unless_ending(on_loss.on_node_lost), P.RESUMING, *ANSWERS),
+    (P.RESUMING, RankDiverged): row(on_request.unless_ending(on_hang.on_unfit), *ANSWERS),
     **ignored(P.RESUMING, "the replacements are there", DowngradeAsked),
-    (P.RESUMING, StopAsked): row(persist.unless_ending(on_loss.on_stop), *END),
+    (P.RESUMING, StopAsked): row(on_request.unless_ending(on_loss.on_stop), *END),
     **ignored(P.RESUMING, "reported twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     #
     **noted(P.PERSISTING),
     **begun_anew(P.PERSISTING),
-    (P.PERSISTING, RankFrozen): row(persist.on_frozen_to_persist, P.PERSISTING, P.RESUMING, *OVER),
-    (P.PERSISTING, StatePersisted): row(persist.on_persisted, P.RESUMING, *OVER),
-    (P.PERSISTING, RankStarted): row(resize.unless_away(on_loss.on_started_in_vain), P.PERSISTING),
-    (P.PERSISTING, SpawnFailed): row(resize.forget_spawn, P.PERSISTING),
+    (P.PERSISTING, RankFrozen): row(on_request.on_frozen_to_persist, P.PERSISTING, P.RESUMING, *OVER),
+    (P.PERSISTING, StatePersisted): row(on_request.on_persisted, P.RESUMING, *OVER),
+    (P.PERSISTING, RankStarted): row(on_leave.unless_away(on_loss.on_started_in_vain), P.PERSISTING),
+    (P.PERSISTING, SpawnFailed): row(on_leave.forget_spawn, P.PERSISTING),
     (P.PERSISTING, RankUnprotected): row(on_loss.on_unprotected, P.PERSISTING),
     (P.PERSISTING, RanksCompared): row(on_loss.on_compared, P.PERSISTING),
     (P.PERSISTING, RankExited): row(
-        on_request.unless_resizing(persist.on_exit_to_persist), P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS
+        on_request.unless_resizing(on_request.on_exit_to_persist), P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS
     ),
     (P.PERSISTING, RankFaulted): row(
-        on_request.unless_resizing(persist.on_faulted_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
+        on_request.unless_resizing(on_request.on_faulted_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
     ),
     (P.PERSISTING, NodeLost): row(
-        on_request.unless_resizing(persist.on_node_lost_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
+        on_request.unless_resizing(on_request.on_node_lost_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
     ),
-    (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, *OVER),
+    (P.PERSISTING, MismatchFound): row(on_request.on_mismatch_to_persist, P.RESUMING, P.FREEZING, *OVER),
     (P.PERSISTING, DeadlinePassed): row(
-        on_request.unless_resizing(persist.on_deadline_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
+        on_request.unless_resizing(on_request.on_deadline_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
     ),
     (P.PERSISTING, SupervisorRenewed): row(takeover.on_renewed_while_persisting, P.PERSISTING),
-    (P.PERSISTING, StopAsked): row(persist.on_stop_while_persisting, P.PERSISTING),
+    (P.PERSISTING, StopAsked): row(on_request.on_stop_while_persisting, P.PERSISTING),
     **ignored(P.PERSISTING, "one is being written", CheckpointAsked, ResizeAsked),
     **ignored(P.PERSISTING, "it comes first, and whoever asked is informed", ReplacementAsked, UpgradeAsked),
     **ignored(P.PERSISTING, "nobody waits for replacements", DowngradeAsked),
@@ -274,8 +274,8 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.PERSISTING, "the repair was abandoned", RankRebuilt, RankReissued),
     #
     **begun_anew(P.DRAINING),
-    (P.DRAINING, RankStarted): row(resize.unless_away(on_loss.on_started_in_vain), P.DRAINING),
-    (P.DRAINING, SpawnFailed): row(resize.forget_spawn, P.DRAINING),
+    (P.DRAINING, RankStarted): row(on_leave.unless_away(on_loss.on_started_in_vain), P.DRAINING),
+    (P.DRAINING, SpawnFailed): row(on_leave.forget_spawn, P.DRAINING),
     (P.DRAINING, RankExited): row(on_loss.on_exit_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, RankFaulted): row(on_loss.on_faulted_while_draining, P.DRAINING, *DOWN),
     (P.DRAINING, NodeLost): row(on_loss.on_node_lost_while_draining, P.DRAINING, P.DONE, *DOWN),

@@ -1,7 +1,7 @@
 """The ranks of a job: one `Member` each, and all of them with counts, by which an event is answered without a scan.
 
 A job of 16,384 ranks hears three answers of each in an incident. So `Members` shares all but one chunk with the members
-before a change, and knows how many ranks a phase still waits for. Read `Member` first, then `MemberFlag`.
+before a change, and knows how many ranks a phase still waits for. Read `Member` first, then `COUNTED`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ def changed(instance: T, **changes: Any) -> T:
 
 
 CHUNK = 128
-COUNT_BITS = 32  # each, all in one number: they change all at once
-_MOST = (1 << COUNT_BITS) - 1
 
 
 class RankState(Enum):
@@ -124,74 +122,28 @@ class Member:
         )
 
 
-class MemberFlag:
-    """What is counted: the ranks of which this holds. Each is a one, where its count is in `Members`."""
-
-    IS_LIVE = 1 << 0 * COUNT_BITS
-    IS_LOST = 1 << 1 * COUNT_BITS
-    IS_FINISHED = 1 << 2 * COUNT_BITS
-    IS_AWAY = 1 << 3 * COUNT_BITS
-    IS_QUIESCED = 1 << 4 * COUNT_BITS  # it has answered Freeze
-    MUST_FREEZE = 1 << 5 * COUNT_BITS  # a survivor that has not
-    MUST_START = 1 << 6 * COUNT_BITS  # a lost rank without a process
-    MUST_REPLAY = 1 << 7 * COUNT_BITS  # a lost rank that has not
-    MUST_LOAD = 1 << 8 * COUNT_BITS  # a lost rank that has no state yet
-    MUST_CONNECT = 1 << 9 * COUNT_BITS  # it has not finished, and is not connected
-    MUST_REISSUE = 1 << 10 * COUNT_BITS  # it has not finished, and has not caught up
-    TRAINS_ALONE = 1 << 11 * COUNT_BITS
-    HAS_JOINED = 1 << 12 * COUNT_BITS
-    IS_HINDERED = 1 << 13 * COUNT_BITS
-    IS_ELASTIC = 1 << 14 * COUNT_BITS
-    IS_WITHOUT_NODE = 1 << 15 * COUNT_BITS
-    MUST_SEND = 1 << 16 * COUNT_BITS  # a survivor that has not sent lost ranks its state
-
-
-OF_LIFE = {
-    RankState.LIVE: MemberFlag.IS_LIVE,
-    RankState.LOST: MemberFlag.IS_LOST,
-    RankState.FINISHED: MemberFlag.IS_FINISHED,
-    RankState.AWAY: MemberFlag.IS_AWAY,
-}
-
-
 # Looking up an enum's member takes longer than all else that is done with it here.
-_LIVE, _LOST, _UNKNOWN, _ALONE = RankState.LIVE, RankState.LOST, GroupMembership.UNKNOWN, GroupMembership.ALONE
-
-
-def flags_of(member: Member) -> int:
-    """What holds of one rank, added up."""
-    life = member.life
-    if life is _LIVE:
-        flags = MemberFlag.IS_LIVE if member.frozen is not None else MemberFlag.IS_LIVE + MemberFlag.MUST_FREEZE
-    elif life is _LOST:
-        flags = MemberFlag.IS_LOST
-        if member.pid is None:
-            flags += MemberFlag.MUST_START
-        if not member.has_replayed:
-            flags += MemberFlag.MUST_REPLAY
-        if member.repaired_digest is None:
-            flags += MemberFlag.MUST_LOAD
-    else:
-        flags = OF_LIFE[life]
-    if life is _LIVE or life is _LOST:
-        if not member.has_rebuilt:
-            flags += MemberFlag.MUST_CONNECT
-        if not member.has_reissued:
-            flags += MemberFlag.MUST_REISSUE
-    if member.frozen is not None:
-        flags += MemberFlag.IS_QUIESCED
-    if member.sends_to and member.sent_digest is None:
-        flags += MemberFlag.MUST_SEND
-    membership = member.membership
-    if membership is not _UNKNOWN:
-        flags += MemberFlag.TRAINS_ALONE if membership is _ALONE else MemberFlag.HAS_JOINED
-    if member.hindrance:
-        flags += MemberFlag.IS_HINDERED
-    if member.elastic is not None:
-        flags += MemberFlag.IS_ELASTIC
-    if member.is_without_node:
-        flags += MemberFlag.IS_WITHOUT_NODE
-    return flags
+_LIVE, _LOST, _ALONE, _JOINED = RankState.LIVE, RankState.LOST, GroupMembership.ALONE, GroupMembership.JOINED
+# What is counted: name -> whether it holds of a member.
+COUNTED: dict[str, Callable[[Member], bool]] = {
+    "live": lambda member: member.life is _LIVE,
+    "lost": lambda member: member.life is _LOST,
+    "finished": lambda member: member.life is RankState.FINISHED,
+    "away": lambda member: member.life is RankState.AWAY,
+    "quiesced": lambda member: member.frozen is not None,
+    "must freeze": lambda member: member.life is _LIVE and member.frozen is None,
+    "must start": lambda member: member.life is _LOST and member.pid is None,
+    "must replay": lambda member: member.life is _LOST and not member.has_replayed,
+    "must load": lambda member: member.life is _LOST and member.repaired_digest is None,
+    "must send": lambda member: bool(member.sends_to) and member.sent_digest is None,
+    "must connect": lambda member: not member.has_rebuilt and (member.life is _LIVE or member.life is _LOST),
+    "must reissue": lambda member: not member.has_reissued and (member.life is _LIVE or member.life is _LOST),
+    "trains alone": lambda member: member.membership is _ALONE,
+    "has joined": lambda member: member.membership is _JOINED,
+    "hindered": lambda member: member.hindrance.text != "",
+    "elastic": lambda member: member.elastic is not None,
+    "without node": lambda member: member.is_without_node,
+}
 
 
 class Members:
@@ -199,8 +151,8 @@ class Members:
 
     __slots__ = ("_chunks", "_counts")
 
-    def __init__(self, chunks: tuple[tuple[Member, ...], ...], counts: int) -> None:
-        """`counts` of all flags, added up."""
+    def __init__(self, chunks: tuple[tuple[Member, ...], ...], counts: dict[str, int]) -> None:
+        """`counts` as in `COUNTED`."""
         self._chunks = chunks
         self._counts = counts
 
@@ -209,22 +161,26 @@ class Members:
         """These members, of rank 0, 1, ..."""
         waiting = iter(members)
         chunks = tuple(iter(lambda: tuple(islice(waiting, CHUNK)), ()))
-        return cls(chunks, sum(map(flags_of, chain.from_iterable(chunks))))
+        members = [*chain.from_iterable(chunks)]
+        return cls(chunks, {what: sum(map(holds, members)) for what, holds in COUNTED.items()})
 
-    def count(self, flag: int) -> int:
-        """How many ranks this holds of; `flag` of `MemberFlag`."""
-        return self._counts // flag & _MOST
+    def count(self, what: str) -> int:
+        """How many ranks this holds of; `what` of `COUNTED`."""
+        return self._counts[what]
 
     def with_changed(self, members: Iterable[Member]) -> Members:
         """All members, some of them exchanged."""
-        chunks, counts = list(self._chunks), self._counts
+        chunks, counts = list(self._chunks), self._counts.copy()
         opened: dict[int, list[Member]] = {}
         for member in members:
             number, place = divmod(member.rank, CHUNK)
             chunk = opened.get(number)
             if chunk is None:
                 chunk = opened[number] = list(chunks[number])
-            counts += flags_of(member) - flags_of(chunk[place])
+            before = chunk[place]
+            for what, holds in COUNTED.items():
+                if (does := holds(member)) is not holds(before):
+                    counts[what] += 1 if does else -1
             chunk[place] = member
         for number, chunk in opened.items():
             chunks[number] = tuple(chunk)

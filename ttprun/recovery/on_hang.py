@@ -22,7 +22,7 @@ from ttprun.recovery.ladder import (
     why_too_many_incidents,
 )
 from ttprun.recovery.members import Member, RankState
-from ttprun.recovery.on_leave import on_broken_by_leaver
+from ttprun.recovery.on_leave import give_up_replacing, on_broken_by_leaver
 from ttprun.recovery.on_loss import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
@@ -33,7 +33,6 @@ from ttprun.recovery.phases import (
     unchanged,
 )
 from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing
-from ttprun.recovery.resize import give_up_replacing
 
 
 def on_unfit(job: Job, event: RankHung | RankDiverged) -> Result:

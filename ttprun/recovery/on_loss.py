@@ -28,8 +28,8 @@ from ttprun.recovery.ladder import (
     why_no_source,
     why_too_many_incidents,
 )
-from ttprun.recovery.members import MemberFlag, RankState
-from ttprun.recovery.on_leave import end_drain, let_others_finish, mark_finished
+from ttprun.recovery.members import RankState
+from ttprun.recovery.on_leave import end_drain, give_up_replacing, let_others_finish, mark_finished
 from ttprun.recovery.phases import (
     CONNECTION,
     RESUME,
@@ -43,7 +43,6 @@ from ttprun.recovery.phases import (
 )
 from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.replicas import UNKNOWN
-from ttprun.recovery.resize import give_up_replacing
 
 OF_SCRIPT = Reason("same-fault-again", "this is an error of the script itself")
 NO_MEMORY = Reason("same-fault-again", "this machine had no memory left for it")
@@ -95,7 +94,7 @@ def on_exit(job: Job, event: RankExited) -> Result:
     if not event.is_finish:
         return answer_fault(job, event)
     job = mark_finished(job, event)
-    if job.count(MemberFlag.IS_LIVE):
+    if job.count("live"):
         return job, ()
     return finish_job(job, event.at_s)
 
@@ -205,7 +204,7 @@ def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
     """No repair is possible, so its process waits for nothing."""
     kill = KillRank(event.rank, "no repair is possible any more")
     job = note_fault(job, event).with_member(event.rank, pid=None, is_rerun=False)
-    if job.count(MemberFlag.IS_LIVE):
+    if job.count("live"):
         return job, (kill,)
     job, actions = end_drain(job, event.at_s)
     return job, (kill, *actions)
@@ -214,7 +213,7 @@ def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
 def on_exit_while_draining(job: Job, event: RankExited) -> Result:
     """One rank less to wait for; after the last one the group is restarted, unless all have finished."""
     job = mark_finished(job, event) if event.is_finish else note_fault(job, event)
-    if job.count(MemberFlag.IS_LIVE):
+    if job.count("live"):
         return job, ()
     return end_drain(job, event.at_s)
 
@@ -229,7 +228,7 @@ def on_node_lost(job: Job, event: NodeLost) -> Result:
         return unchanged(job, event)
     job = replace(without_nodes(job, lost), snapshot=None)
     event = structs.replace(event, ranks=lost)
-    if job.alone or job.count(MemberFlag.TRAINS_ALONE):
+    if job.alone or job.count("trains alone"):
         return take_lower_rung(
             note_fault(job, event),
             event.at_s,
@@ -244,7 +243,7 @@ def on_node_lost_while_draining(job: Job, event: NodeLost) -> Result:
     if not lost:
         return unchanged(job, event)
     job = note_fault(without_nodes(job, lost), structs.replace(event, ranks=lost))
-    return (job, ()) if job.count(MemberFlag.IS_LIVE) else end_drain(job, event.at_s)
+    return (job, ()) if job.count("live") else end_drain(job, event.at_s)
 
 
 def without_nodes(job: Job, ranks: tuple[int, ...]) -> Job:

@@ -1,7 +1,15 @@
-"""How phases begin, how incidents are opened, counted and closed, and the machine's own errors.
+"""How phases begin, how incidents are opened, counted and closed, the orders of the machine, and its own errors.
 
 A function that answers an event returns a `Result`: the job as it is then, and the orders. A `MachineError` carries the
 story, so that a report is enough to repeat it; the agent that catches one fails open: it continues as under torchrun.
+
+The orders here are for the agent that leads, and data only; each is carried out in the order in which it is given.
+Those that the agent of one node carries out are in `ttprun.protocol.process_orders`, those for ranks in
+`ttprun.protocol.to_rank`. A message to a rank that has not said hello yet is held by the agent, and a newer one takes
+its place. A message for a process that has ended is dropped.
+
+At the end are the ways back: all ranks, or one that is alone, resume from a snapshot, a checkpoint or the script's top.
+Begin with `enter` and `go_back`.
 """
 
 from __future__ import annotations
@@ -9,11 +17,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ttprun.protocol.process_orders import Action
+from ttprun.protocol.process_orders import Action, KillRank, Rewind, SpawnRank
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.job import WINDOW_S, FaultsTold, Incident, Job, JobPhase, Opening
-from ttprun.recovery.job_orders import RecordIncident, SetDeadline
+from ttprun.recovery.job import NOBODY, WINDOW_S, FaultIdentity, FaultsTold, Incident, Job, JobPhase, Opening
+from ttprun.recovery.job_events import Saved
+from ttprun.recovery.members import RankState
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -30,6 +39,111 @@ RESUME = "resume"  # kind of a new launch that resumes from a checkpoint, which 
 HALT = "halt"  # the deadline to quiesce, with which PERSISTING begins
 # What each attempt measures.
 UNDONE = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s"))
+
+
+class NoteUnusable(Action, frozen=True):
+    """Note beside a checkpoint that this script could not resume from it, so that no launch tries it again.
+
+    place        its directory
+    reason       why not
+    is_refused   False: processes were lost on the way, which may go better the next time
+    """
+
+    place: str
+    reason: str
+    is_refused: bool
+
+
+class Persist(Action, frozen=True):
+    """Write a checkpoint of the boundary at which all survivors are quiesced; the answer is StatePersisted.
+
+    ranks     survivors; each writes a part of what they all hold. None: what shared memory keeps of it is written
+    cause     for the checkpoint's manifest
+    """
+
+    ranks: tuple[int, ...]
+    generation: int
+    boundary: int
+    cause: str
+
+
+class GiveUpCheckpoint(Action, frozen=True):
+    """The requested checkpoint is not written, and the job continues: drop it, and report why.
+
+    boundary   at which the ranks stand, 0 if that is not known
+    reason     for who has asked
+    """
+
+    boundary: int
+    reason: str
+
+
+class SetDeadline(Action, frozen=True):
+    """Post DeadlinePassed with this generation, name and rank after so many seconds; it need never be cancelled.
+
+    rank   that is repaired alone, and whose own the generation is; None: it is the job's
+    """
+
+    generation: int
+    name: str
+    after_s: float
+    rank: int | None = None
+
+
+class RestartGroup(Action, frozen=True):
+    """Fallback: end all ranks and start them anew, as torchrun does; the answer is GroupRestarted.
+
+    Given again before that, it changes nothing.
+
+    reason   for the operator
+    """
+
+    reason: Reason
+
+
+class Regroup(Action, frozen=True):
+    """End all ranks and start the group again on the nodes that are there then; the answer is GroupResized.
+
+    place      of the checkpoint from which all resume; "": they run the script from its top
+    boundary   of that
+    reason     for the operator
+    is_back    without the nodes that came last, which cannot take part
+    """
+
+    place: str
+    boundary: int
+    reason: Reason
+    is_back: bool = False
+
+
+class GiveUpResize(Action, frozen=True):
+    """The group stays on its nodes for now.
+
+    reason   why its state could not be saved, or not resumed from
+    """
+
+    reason: str
+
+
+class FailJob(Action, frozen=True):
+    """End all ranks; the job has failed.
+
+    reason         for the operator
+    has_progress   False if the same fault comes back again and again (exit code 93)
+    """
+
+    reason: Reason
+    has_progress: bool = True
+
+
+class FinishJob(Action, frozen=True):
+    """All ranks have finished; the job is done."""
+
+
+class RecordIncident(Action, frozen=True):
+    """Write the incident to the event log: it was opened, changed its phase, or ended."""
+
+    incident: Incident
 
 
 def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float) -> Job:
@@ -165,3 +279,78 @@ class ForbiddenTransition(MachineError):
 
 class UnexpectedStart(MachineError):
     """A process was started for a rank that has one, or has finished: the rank's real process would go unwatched."""
+
+
+def may_rewind(job: Job) -> bool:
+    """Whether all ranks can rewind to a snapshot."""
+    if job.snapshot is None or job.unprotected_reason or job.finished:
+        return False
+    is_free = job.settings.is_alone and job.snapshot >= steps_reached(job)
+    return ("replace" if is_free else "rewind") in job.settings.rungs
+
+
+def go_back(job: Job, at_s: float, to: Saved, why: Reason) -> Result:
+    """All ranks resume from a stored state; with boundary 0 they start from the top.
+
+    why   for the operator
+    """
+    job = replace(job.with_incident(reason=why), rewind_to=to.boundary, rewind_place=to.place, ending=None)
+    if to.place or not to.boundary:  # the reason held for the old processes
+        job = replace(job, unprotected_reason=Reason())
+    if to.place and not job.is_resumed:
+        job = replace(job, went_back_to=to.boundary)
+    return begin_rewind(job, at_s)
+
+
+def why_no_rewind(job: Job) -> Reason:
+    """Why another rewind to the snapshot would not help; "" if it may."""
+    cause = what_sends_back(job)
+    times = job.rewinds.count(cause)
+    if times < job.settings.max_rewinds:
+        return Reason()
+    return Reason(
+        "same-fault-again",
+        f"all ranks went back to step {job.snapshot} {times} times, and the same fault comes back ({cause.kind})",
+    )
+
+
+def what_sends_back(job: Job) -> FaultIdentity:
+    """The kind of the open incident, with the boundary of its newest fault, or else of the snapshot."""
+    kind = "" if job.incident is None else job.incident.kind
+    places = [past.boundary for past in job.faults if past.kind == kind]
+    return FaultIdentity(rank=NOBODY, kind=kind, boundary=places[-1] if places else job.snapshot or 0)
+
+
+def begin_rewind(job: Job, at_s: float) -> Result:
+    """Rung "rewind": every rank gets a new process, which replays up to the stored boundary.
+
+    Rung "restart" if that is a checkpoint that this job has saved because nothing else was possible; "replace" if a
+    rank that is alone returns to its newest step.
+    """
+    boundary = job.rewind_to
+    assert boundary is not None
+    job = replace(job, generation=job.generation + 1)
+    is_alone = job.settings.is_alone
+    where = f"all ranks go back to step {boundary}" if boundary else "all ranks start anew"
+    if is_alone:
+        where = f"it goes back to step {boundary}" if boundary else "it starts anew"
+    present = [member for member in job.members if not is_alone or member.life is not RankState.AWAY]
+    kills = tuple(KillRank(member.rank, where) for member in present if member.pid is not None)
+    unasked = [member.rank for member in present if member.pid is not None or member.spawn_asked_at_s is None]
+    job = job.with_members(*(member.as_lost(at_s) for member in present))
+    job = replace(job, persists_at=None)
+    spawns = (SpawnRank(rank, job.generation) for rank in unasked)
+    ranks = tuple(member.rank for member in present)
+    actions = (*kills, Rewind(ranks, boundary, job.rewind_place), *spawns, deadline_of(job, JobPhase.REPLAYING))
+    rung = "restart" if job.rewind_place and not job.is_resumed else "rewind"
+    if rung == "restart" and job.incident is not None and job.incident.rung == "resize":
+        rung = "resize"
+    if is_alone and not job.rewind_place and boundary >= steps_reached(job):
+        rung = "replace"
+    return enter(job, JobPhase.REPLAYING, at_s, actions, rung=rung, **UNDONE | {"boundary": boundary})
+
+
+def steps_reached(job: Job) -> int:
+    """Optimizer steps that lost ranks had completed when the fault came, as far as it is known."""
+    reached = [fault.boundary for fault in job.faults] if job.stood_at is None else [job.stood_at]
+    return max(reached, default=0)

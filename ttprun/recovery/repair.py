@@ -14,11 +14,9 @@ from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
 from ttprun.recovery.job import Job, JobPhase, name_ranks
-from ttprun.recovery.job_orders import FinishJob
 from ttprun.recovery.ladder import end_job, leave_group, take_lower_rung, why_no_source
-from ttprun.recovery.members import Member, MemberFlag, RankState
-from ttprun.recovery.phases import Result, UnexpectedStart, deadline_of, enter, unchanged
-from ttprun.recovery.ways_back import steps_reached
+from ttprun.recovery.members import Member, RankState
+from ttprun.recovery.phases import FinishJob, Result, UnexpectedStart, deadline_of, enter, steps_reached, unchanged
 
 
 def note_process(job: Job, event: RankStarted) -> Job:
@@ -78,14 +76,14 @@ def end_freezing(job: Job, at_s: float) -> Result:
     if source.boundary > 0:
         job, replays = order_replays(job, job.lost)
         return enter(job, JobPhase.REPLAYING, at_s, (*replays, deadline_of(job, JobPhase.REPLAYING)))
-    if job.count(MemberFlag.MUST_START):
+    if job.count("must start"):
         return job, ()
     return begin_resuming(job, at_s, boundary=0, extra_s=job.settings.limits.replay_s)
 
 
 def is_anyone_moving(job: Job) -> bool:
     """Whether some survivor is not quiesced yet."""
-    return job.count(MemberFlag.MUST_FREEZE) > 0
+    return job.count("must freeze") > 0
 
 
 def why_survivors_disagree(job: Job) -> Reason:
@@ -129,7 +127,7 @@ def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
     job = note_process(job, event)
     if job.rewind_to != 0:
         return order_replays(job, (event.rank,) if job.members[event.rank].life is RankState.LOST else ())
-    if job.count(MemberFlag.MUST_START):
+    if job.count("must start"):
         return job, ()
     return begin_resuming(job, event.at_s, boundary=0, extra_s=job.settings.limits.replay_s)
 
@@ -148,7 +146,7 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
             is_replayable=False,
         )
     job = job.with_member(event.rank, has_replayed=True)
-    if job.count(MemberFlag.MUST_REPLAY):
+    if job.count("must replay"):
         return job, ()
     last_start_at_s = max((job.members[rank].started_at_s or 0.0 for rank in job.lost), default=0.0)
     job = job.with_incident(replay_s=event.at_s - max(job.phase_since_s, last_start_at_s))
@@ -194,7 +192,7 @@ def on_repaired(job: Job, event: RankRepaired) -> Result:
 
 def end_transferring(job: Job, at_s: float) -> Result:
     """If the state is sent, loaded and equal everywhere: all resume."""
-    if job.count(MemberFlag.MUST_LOAD) or job.count(MemberFlag.MUST_SEND):
+    if job.count("must load") or job.count("must send"):
         return job, ()
     source = job.source
     if job.rewind_to is not None:
@@ -294,11 +292,11 @@ def on_reissued(job: Job, event: RankReissued) -> Result:
 
 def end_resuming(job: Job, at_s: float) -> Result:
     """If all ranks that have not finished are connected and have caught up: the job runs again, or ends as ordered."""
-    if job.count(MemberFlag.MUST_CONNECT):
+    if job.count("must connect"):
         return job, ()
     if job.incident is not None and job.incident.rebuild_s is None:
         job = job.with_incident(rebuild_s=at_s - job.phase_since_s)
-    if job.count(MemberFlag.MUST_REISSUE):
+    if job.count("must reissue"):
         return job, ()
     if job.ending is not None:
         return end_job(job, at_s)
@@ -307,7 +305,7 @@ def end_resuming(job: Job, at_s: float) -> Result:
     steps_lost = steps_lost_by_rewinding(job)
     members = job.members.with_each(Member.with_answers_forgotten)
     job = replace(job, members=members, rewind_to=None, rewind_place="", is_resumed=False, stood_at=None)
-    phase, actions = (JobPhase.RUNNING, ()) if job.count(MemberFlag.IS_LIVE) else (JobPhase.DONE, (FinishJob(),))
+    phase, actions = (JobPhase.RUNNING, ()) if job.count("live") else (JobPhase.DONE, (FinishJob(),))
     return enter(job, phase, at_s, actions, outcome="recovered", steps_lost=steps_lost, reissue_s=reissue_s)
 
 

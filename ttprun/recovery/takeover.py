@@ -18,11 +18,10 @@ from ttprun.protocol.meeting import GroupMembership, Known, Legacy
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import Job, JobPhase, Settings
 from ttprun.recovery.job_events import Saved, SupervisorRenewed
-from ttprun.recovery.job_orders import FailJob, FinishJob, RestartGroup
 from ttprun.recovery.ladder import begin_persisting
 from ttprun.recovery.members import Member, Members, RankState
 from ttprun.recovery.on_hang import try_again
-from ttprun.recovery.phases import Result, deadline_of, enter
+from ttprun.recovery.phases import FailJob, FinishJob, RestartGroup, Result, deadline_of, enter
 from ttprun.recovery.replicas import Replicas
 
 

@@ -28,6 +28,12 @@ from ttprun.protocol.codec import Refused
 from ttprun.protocol.meeting import Known
 from ttprun.protocol.rank_events import RankExited, SpawnFailed
 
+logger = logging.getLogger("ttprun")
+
+_EVERY_S = 0.25
+_OFTEN = 128  # nodes that report so often: the agent of more is at nothing else
+_RARELY = 4.0
+
 
 class Agent(Node, Lead):
     """That of one launcher.
@@ -82,13 +88,6 @@ class Agent(Node, Lead):
         is_any_lost = is_any_lost or self.first_failure.found is not None
         has_ended = all(is_over or at == FINISHED for is_over, at in zip(ended, recorded, strict=True))
         return bool(self.slots) and has_ended and not is_any_lost
-
-
-logger = logging.getLogger("ttprun")
-
-_EVERY_S = 0.25
-_OFTEN = 128  # nodes that report so often: the agent of more is at nothing else
-_RARELY = 4.0
 
 
 def interval_s(nodes: int) -> float:

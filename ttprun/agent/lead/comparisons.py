@@ -26,8 +26,8 @@ from ttprun.observe.status import StateSource
 from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.reason import Reason
 from ttprun.rank.verification import PROOF_STEPS
+from ttprun.recovery.phases import may_rewind
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
-from ttprun.recovery.ways_back import may_rewind
 from ttprun.state.cost_limits import in_words
 
 logger = logging.getLogger("ttprun")

@@ -27,7 +27,6 @@ from ttprun.protocol.codec import Refused
 from ttprun.protocol.rank_events import MismatchFound, RankEvent, StopAsked
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Dumped, SnapshotSize, SnapshotTaken
-from ttprun.recovery.members import MemberFlag
 from ttprun.recovery.replicas import find_difference
 
 logger = logging.getLogger("ttprun")
@@ -270,9 +269,7 @@ class Reports:
         """
         job = self.node.job
         member = job.members[last.rank]
-        is_last = job.count(MemberFlag.MUST_FREEZE) == (
-            member.life is recovery.RankState.LIVE and member.frozen is None
-        )
+        is_last = job.count("must freeze") == (member.life is recovery.RankState.LIVE and member.frozen is None)
         if not is_last or generation != job.generation or job.ending is not None:
             return
         slots = [self.node.slots[rank] for rank in job.survivors]

@@ -345,7 +345,7 @@ class Handlers:
 
 # Whether this rank can continue in a smaller group (MindIO's ZIT): it is switched on, and has a handler.
 #
-# The handler is called by `Handlers.rebuild_group`; the agent decides which ranks leave (`ttprun.recovery.resize`).
+# The handler is called by `Handlers.rebuild_group`; the agent decides which ranks leave (`ttprun.recovery.on_leave`).
 
 
 class Elastic:
