@@ -25,6 +25,18 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     """What all messages are, and their parts."""
 
 
+class OfGeneration(Message, frozen=True):
+    """What counts in one generation only."""
+
+    generation: int
+
+
+class AtBoundary(OfGeneration, frozen=True):
+    """What concerns one boundary."""
+
+    boundary: int
+
+
 class Refused(Struct, frozen=True):
     """An invalid line.
 

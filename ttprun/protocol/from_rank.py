@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from msgspec import field
 
-from ttprun.protocol.codec import Message
+from ttprun.protocol.codec import AtBoundary, Message, OfGeneration
 from ttprun.protocol.meeting import GroupMembership
 from ttprun.protocol.rank_events import LivingRankLost, MismatchFound, OfRank, RepairEvent, because
 from ttprun.protocol.reason import Reason
@@ -184,10 +184,9 @@ class RankFaulted(LivingRankLost, frozen=True, kw_only=True):
 # Between ranks.
 
 
-class Put(Message, frozen=True):
+class Put(OfGeneration, frozen=True):
     """A value for all other ranks, mostly an address; the agent forwards it."""
 
-    generation: int
     key: str
     value: bytes
 
@@ -221,14 +220,13 @@ class GroupJournal(Message, frozen=True):
     taken: list[int] = field(default_factory=list)
 
 
-class Broken(Message, frozen=True):
+class Broken(OfGeneration, frozen=True):
     """An operation has failed, and no fault has been reported.
 
     after_s       since it failed
     device_fault  name of the device fault that it means; "" if none
     """
 
-    generation: int
     reason: str
     after_s: float
     device_fault: str
@@ -299,21 +297,15 @@ class Compared(Message, frozen=True):
     not_proved: list[str]
 
 
-class Unaligned(Message, frozen=True):
+class Unaligned(AtBoundary, frozen=True):
     """A replacement waits before it records this boundary: its gradients may differ by rounding from those of others.
 
     The answer is `to_rank.GoOn`.
     """
 
-    generation: int
-    boundary: int
 
-
-class Aligned(Message, frozen=True):
+class Aligned(AtBoundary, frozen=True):
     """This rank has taken the gradients of another rank, of the step before this boundary."""
-
-    generation: int
-    boundary: int
 
 
 # Numbers.

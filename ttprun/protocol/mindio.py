@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from msgspec import field
 
-from ttprun.protocol.codec import Message
+from ttprun.protocol.codec import AtBoundary, Message, OfGeneration
 from ttprun.protocol.from_rank import GroupJournal
 
 Strategy = Literal["retry", "recover", "dump", "unknow"]  # what a recovery comes to
@@ -87,15 +87,13 @@ class Paused(Message, frozen=True):
     number: int
 
 
-class Prepared(Message, frozen=True):
+class Prepared(AtBoundary, frozen=True):
     """A rank is ready to be repaired.
 
     part     its need
     journal  its groups
     """
 
-    generation: int
-    boundary: int
     part: RepairType
     journal: dict[str, GroupJournal]
 
@@ -104,16 +102,12 @@ class Prepared(Message, frozen=True):
             raise ValueError(f"part: {self.part.name} is not a loss")
 
 
-class SavedByFramework(Message, frozen=True):
+class SavedByFramework(OfGeneration, frozen=True):
     """The save_ckpt handler has returned."""
 
-    generation: int
 
-
-class Renamed(Message, frozen=True):
+class Renamed(OfGeneration, frozen=True):
     """The rename handler has made a checkpoint of what all have saved."""
-
-    generation: int
 
 
 # What the agent sends, instead of Replay, SendState and FetchState, Dump, and Resume.
@@ -134,14 +128,12 @@ class Size(Message, frozen=True):
     params: str = ""
 
 
-class Prepare(Message, frozen=True):
+class Prepare(AtBoundary, frozen=True):
     """Get ready to be repaired: a new process, or one whose device's memory has failed; the answer is `Prepared`.
 
     reboot_type  why the rank has a new process
     """
 
-    generation: int
-    boundary: int
     repair_type: Strategy
     reboot_type: Literal["arf", "hot switch"]
 
@@ -161,14 +153,12 @@ class RepairPart(Message, frozen=True):
     rank_list: list[int]
 
 
-class Repair(Message, frozen=True):
+class Repair(AtBoundary, frozen=True):
     """Rebuild groups, and repair; the answer is `RankRepaired` from lost ranks, `StateSent` from the others.
 
     groups  names of those to connect, in this order
     """
 
-    generation: int
-    boundary: int
     size: Size
     lost: list[int]
     groups: list[str]
@@ -177,15 +167,13 @@ class Repair(Message, frozen=True):
     limit_s: float
 
 
-class Rollback(Message, frozen=True):
+class Rollback(AtBoundary, frozen=True):
     """Go back to the step, and train; the answers are `RankRebuilt` and `RankReissued`.
 
     groups  as in Repair
     loaded  step of the checkpoint that all must have loaded; 0: none
     """
 
-    generation: int
-    boundary: int
     size: Size
     groups: list[str]
     loaded: int
@@ -198,25 +186,21 @@ class Saving(Message, frozen=True):
     ranks: list[int]
 
 
-class Save(Message, frozen=True):
+class Save(OfGeneration, frozen=True):
     """Have the framework save its part of a checkpoint; the answer is `SavedByFramework`."""
 
-    generation: int
     step: int
     saves: list[Saving]
 
 
-class Rename(Message, frozen=True):
+class Rename(OfGeneration, frozen=True):
     """Have the framework finish the checkpoint that all have saved; the answer is `Renamed`."""
 
-    generation: int
     step: int
 
 
-class FailMemory(Message, frozen=True):
+class FailMemory(OfGeneration, frozen=True):
     """The scheduler reports that memory of this rank's device has failed."""
-
-    generation: int
 
 
 class SchedulerCall(Message, frozen=True):

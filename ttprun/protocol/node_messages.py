@@ -14,7 +14,7 @@ from msgspec.structs import asdict, replace
 
 from ttprun.protocol import channel, meeting
 from ttprun.protocol.board import SHARED, Field
-from ttprun.protocol.codec import Message, Refused, decode, decode_fields, encode, fields_of
+from ttprun.protocol.codec import Message, OfGeneration, Refused, decode, decode_fields, encode, fields_of
 from ttprun.protocol.from_rank import Put, RankFrozen
 from ttprun.protocol.meeting import Known, Legacy
 from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
@@ -155,14 +155,13 @@ class Leaving(Message, frozen=True):
     reason: str
 
 
-class Remains(Message, frozen=True):
+class Remains(OfGeneration, frozen=True):
     """What a follower reports to the next leader, before anything else.
 
     generation   the newest that it knows of
     rows         of its ranks
     """
 
-    generation: int
     ranks: list[Legacy]
     now_ns: int
     rows: list[BoardRow]
@@ -202,13 +201,12 @@ def why_unfit(message: Any, world_size: int) -> str:
     return ""
 
 
-class Begin(Message, frozen=True):
+class Begin(OfGeneration, frozen=True):
     """Welcome the ranks, in this generation.
 
     is_resumed   they resume from a checkpoint, and wait for orders
     """
 
-    generation: int
     is_resumed: bool = False
 
 

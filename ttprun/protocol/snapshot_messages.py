@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import field
 
-from ttprun.protocol.codec import Message
+from ttprun.protocol.codec import Message, OfGeneration
 
 
 class Share(Message, frozen=True):
@@ -73,7 +73,7 @@ class MirroredShare(Message, frozen=True):
     slot: str = ""
 
 
-class Dumped(Message, frozen=True):
+class Dumped(OfGeneration, frozen=True):
     """A rank has written its share of a checkpoint, or could not.
 
     why_not     "" if it was written
@@ -82,7 +82,6 @@ class Dumped(Message, frozen=True):
     mirrored    lost rank -> share that was written from its mirror
     """
 
-    generation: int
     why_not: str
     is_handled: bool
     share: Share | None = None

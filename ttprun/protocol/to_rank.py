@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import field
 
 from ttprun.protocol import from_rank, standby_messages
-from ttprun.protocol.codec import Message
+from ttprun.protocol.codec import AtBoundary, Message, OfGeneration
 from ttprun.protocol.mindio import Strategy
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.snapshot_messages import MirroredShare
@@ -259,37 +259,32 @@ class SendState(Action, frozen=True):
     limit_s: float = 0.0
 
 
-class FetchState(Message, frozen=True):
+class FetchState(OfGeneration, frozen=True):
     """Receive weights and optimizer state; the answer is `RankRepaired`. The fields are as in SendState."""
 
-    generation: int
     name: str
     limit_s: float
 
 
-class SendGradients(Message, frozen=True):
+class SendGradients(AtBoundary, frozen=True):
     """Serve the gradients of the step before a boundary, once this rank has recorded that.
 
     name, limit_s   as in SendState
     receivers       how many ranks take them
     """
 
-    generation: int
-    boundary: int
     name: str
     limit_s: float
     receivers: int
 
 
-class TakeGradients(Message, frozen=True):
+class TakeGradients(AtBoundary, frozen=True):
     """Take another rank's gradients of the step before a boundary; the answer is `Aligned`.
 
     name, limit_s   as in SendState
     source          that rank
     """
 
-    generation: int
-    boundary: int
     name: str
     limit_s: float
     source: int
@@ -332,7 +327,7 @@ class LoadState(Action, frozen=True):
     header: list[Any] = field(default_factory=list)
 
 
-class Dump(Message, frozen=True):
+class Dump(AtBoundary, frozen=True):
     """Write a share of a checkpoint; the answer is `Dumped`.
 
     boundary  of the checkpoint
@@ -344,8 +339,6 @@ class Dump(Message, frozen=True):
     mirrors   further shares, from the mirrors of lost ranks
     """
 
-    generation: int
-    boundary: int
     path: str
     share: int
     of: int

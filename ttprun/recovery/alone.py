@@ -139,11 +139,6 @@ def give_up_repairs(before: Job, after: Job, actions: tuple[Action, ...], cause:
     return replace(after, alone={}), (*closed, *actions)
 
 
-def on_trains_alone(job: Job, event: RankTrainsAlone) -> Result:
-    """The rank is independent, unless some rank still has a process group."""
-    return job.with_member(event.rank, membership=GroupMembership.ALONE), ()
-
-
 def on_joined(job: Job, event: RankJoined) -> Result:
     """The rank is one of a group: after its own repair, if one is open, its faults concern the whole job."""
     job = job.with_member(event.rank, membership=GroupMembership.JOINED, has_joined=True)

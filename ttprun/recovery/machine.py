@@ -110,13 +110,19 @@ END = (P.PERSISTING, P.FAILED)
 OVER = (P.REPLAYING, P.RESTARTING, P.FAILED)
 ANSWERS = (P.FREEZING, P.DRAINING, *DOWN)
 
+
+def noting(changes: Callable[[Any], dict[str, Any]]) -> Handler:
+    """A handler that changes the member of the event's rank and nothing else."""
+    return lambda job, event: (job.with_member(event.rank, **changes(event)), ())
+
+
 NOTED: dict[type[Event], Handler] = {
-    RankProtected: on_loss.on_protected,
-    RankHindered: on_loss.on_hindered,
-    RankTrainsAlone: alone.on_trains_alone,
+    RankProtected: noting(lambda event: {"is_protected": True}),
+    RankHindered: noting(lambda event: {"hindrance": event.reason}),
+    RankTrainsAlone: noting(lambda event: {"membership": event.membership}),
     RankJoined: alone.on_joined,
     SnapshotTaken: on_request.on_snapshot,
-    ElasticDeclared: on_leave.on_declared,
+    ElasticDeclared: noting(lambda event: {"elastic": event}),  # the newest word counts
 }
 
 

@@ -21,7 +21,7 @@ from ttprun.protocol.rank_events import RankExited, RankStarted, SpawnFailed
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
-from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed, ElasticDeclared
+from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed
 from ttprun.recovery.ladder import (
     begin_persisting,
     drain,
@@ -144,11 +144,6 @@ def end_without_leavers(job: Job, at_s: float) -> Result:
     )
     job = replace(job, ending=ending)
     return begin_persisting(job, at_s) if may_persist(job) else end_job(job, at_s)
-
-
-def on_declared(job: Job, event: ElasticDeclared) -> Result:
-    """A rank can train on in a smaller group, and says with whom it trains; the newest word counts."""
-    return job.with_member(event.rank, elastic=event), ()
 
 
 def give_up_replacing(

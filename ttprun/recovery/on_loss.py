@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from ttprun.protocol.from_rank import RankFaulted, RankHindered, RankProtected, RankUnprotected
+from ttprun.protocol.from_rank import RankFaulted, RankUnprotected
 from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.protocol.reason import Reason
@@ -51,11 +51,6 @@ CRASH = Reason("same-fault-again", "a new process crashes in the same line of th
 LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
-def on_protected(job: Job, event: RankProtected) -> Result:
-    """The hooks have said hello."""
-    return job.with_member(event.rank, is_protected=True), ()
-
-
 def on_unprotected(job: Job, event: RankUnprotected) -> Result:
     """Replacement is off from now on; the first reason is kept."""
     return replace(job, unprotected_reason=job.unprotected_reason or as_of_job(event)), ()
@@ -77,11 +72,6 @@ def on_compared_in_repair(job: Job, event: RanksCompared) -> Result:
     job, _ = on_compared(job, event)
     why_not = why_no_source(job, job.lost, job.quiesced) if job.rewind_to is None else Reason()
     return take_lower_rung(job, event.at_s, why_not) if why_not else (job, ())
-
-
-def on_hindered(job: Job, event: RankHindered) -> Result:
-    """A rank's current boundary cannot be replayed, or can be again; an open repair is of an earlier one."""
-    return job.with_member(event.rank, hindrance=event.reason), ()
 
 
 def as_of_job(event: RankUnprotected) -> Reason:

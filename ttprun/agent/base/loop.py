@@ -112,11 +112,7 @@ class Domains:
     def __init__(self, log: Callable[..., None]) -> None:
         self._log = log
         self._again_s: dict[str, float] = {}
-        self._cleaners: dict[str, Callable[[], None]] = {}
-
-    def clean_with(self, part: str, clean: Callable[[], None]) -> None:
-        """After a failure of a part have this called, so that it does not fail by the same thing again."""
-        self._cleaners[part] = clean
+        self.cleaners: dict[str, Callable[[], None]] = {}  # by part: called when it has failed
 
     def look(self, part: str, look: Callable[[], object]) -> None:
         """Time has passed for a part; not while it is off after a failure."""
@@ -144,7 +140,7 @@ class Domains:
                 "%s failed (%s; please report it): %s; tried again in %d s", part, text, meanwhile, int(AGAIN_S)
             )
             self._log("part_failed", part=part, error=text, traceback="".join(traceback.format_exception(error)))
-        clean = self._cleaners.get(part)
+        clean = self.cleaners.get(part)
         if clean is not None:
             try:
                 clean()

@@ -184,7 +184,7 @@ class Succession:
     def _left(self, slot: Process) -> Legacy:
         """How a rank of this node stands."""
         noted = self.orders.noted[slot.rank]
-        is_lost = slot.is_lost or self.orders.awaits_order(slot)
+        is_lost = slot.is_lost or slot.rank in self.orders.unwelcomed
         return replace(
             noted,
             pid=slot.pid,
@@ -305,21 +305,17 @@ class Succession:
         self.leader.decide_lost()  # before what other ranks suffer from it
         for legacy in legacies.values():
             if legacy.is_lost:
-                self._report_loss(legacy)
+                ended = RankExited.ended(
+                    legacy.code,
+                    at_s=time.monotonic(),
+                    rank=legacy.rank,
+                    pid=legacy.pid,
+                    boundary=legacy.boundary,
+                    reason=legacy.reason,
+                    crashed_at=legacy.crashed_at,
+                )
+                node.advance(ended)
         for number, heir in heirs.items():
             for message in heir.later:
                 self.leader.take(number, message)
         self.leader.share()
-
-    def _report_loss(self, legacy: Legacy) -> None:
-        self.node.advance(
-            RankExited.ended(
-                legacy.code,
-                at_s=time.monotonic(),
-                rank=legacy.rank,
-                pid=legacy.pid,
-                boundary=legacy.boundary,
-                reason=legacy.reason,
-                crashed_at=legacy.crashed_at,
-            )
-        )

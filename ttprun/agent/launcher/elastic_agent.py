@@ -120,7 +120,9 @@ class ReplacingAgent(LocalElasticAgent):
 
         def on_lead() -> None:
             if peers is not None:
-                self._announce_in_background(worker_group, peers)
+                # It leads instead of a lost one: name its spare pool, if the store lives; that may take long.
+                about = (worker_group, peers)
+                threading.Thread(target=self._announce, args=about, name="ttprun-announce", daemon=True).start()
 
         restarts_left = self._remaining_restarts
         group = NewGroup(
@@ -178,10 +180,6 @@ class ReplacingAgent(LocalElasticAgent):
         except Exception as error:  # torch's stores raise errors of their own
             if moved is None:
                 logger.warning("no other node can join: the rendezvous store is lost (%s)", error)
-
-    def _announce_in_background(self, worker_group: WorkerGroup, peers: Peers) -> None:
-        """This agent leads instead of a lost one: name its spare pool, if the store lives; that may take long."""
-        threading.Thread(target=self._announce, args=(worker_group, peers), name="ttprun-announce", daemon=True).start()
 
     # Another group, on other nodes.
 

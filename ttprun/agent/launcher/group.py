@@ -84,7 +84,7 @@ class Run:
         self.status = StatusPublisher(node, self.incidents, self.standbys, self.checkpoint_writer)
         self.requests = Requests(node, self.checkpoint_writer, self.quiesce_schedule)
         self.announced: set[Reason] = set()
-        node.domains.clean_with("standbys", self.standby_watch.begin_anew)
+        node.domains.cleaners["standbys"] = self.standby_watch.begin_anew
 
 
 class Group:

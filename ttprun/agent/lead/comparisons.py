@@ -384,7 +384,8 @@ class Comparisons:
             self._mismatch(slot, reason)
             return
         for odd in new:
-            odd.diverge(divergence.sentence)
+            odd.divergence = divergence.sentence
+            odd.send(to_rank.StopDivergent())
 
 
 def _hold(ranks: list[int]) -> str:

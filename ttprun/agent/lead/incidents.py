@@ -46,7 +46,7 @@ class NotProved:
     def __init__(self) -> None:
         self._of_ranks: dict[int, tuple[Reason, ...]] = {}
         self._unrecorded: dict[int, tuple[Reason, ...]] = {}
-        self._of_incidents: dict[int, tuple[str, ...]] = {}
+        self.of_incidents: dict[int, tuple[str, ...]] = {}
         self._said: set[Reason] = set()
 
     @property
@@ -87,11 +87,7 @@ class NotProved:
         """An incident has gone on: what of its replays is not proved stays with it, whatever comes later."""
         ranks = self._ranks if incident.rung in _REPLAYED_BY_ALL else incident.ranks
         if incident.rung != "reconnect" and incident.outcome in ("open", "recovered"):
-            self._of_incidents[incident.id] = self._names_of(ranks)
-
-    def of_incident(self, number: int) -> tuple[str, ...]:
-        """What is not proved of the ranks that an incident has replaced."""
-        return self._of_incidents.get(number, ())
+            self.of_incidents[incident.id] = self._names_of(ranks)
 
     def _names_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         listed = (names for rank in ranks for names in (self._of_ranks.get(rank, ()), self._unrecorded.get(rank, ())))
@@ -229,7 +225,7 @@ class Incidents:
     def _not_proved_of(self, number: int) -> tuple[str, ...]:
         """What of an incident is not proved: objects that are in no record, and what could not be compared."""
         _, uncompared = self._compared.get(number, ((), ()))
-        return (*self.not_proved.of_incident(number), *uncompared)
+        return (*self.not_proved.of_incidents.get(number, ()), *uncompared)
 
 
 # No rank is replaced any more: a phase -> what is waited for, which may take long.

@@ -94,11 +94,6 @@ class Row:
         if self.is_present:
             self.send(message)
 
-    def diverge(self, how: str) -> None:
-        """Its weights are found to differ from the others': it is to wait at its next boundary."""
-        self.divergence = how
-        self.send(to_rank.StopDivergent())
-
     def fault(self, boundary: int) -> None:
         """The script has ended by a transient error, and the process waits: from now on it is sent what is new.
 
@@ -131,11 +126,6 @@ class Row:
         self.is_present, self.is_protected = legacy.is_present, legacy.is_protected
         self.is_finished, self.is_lost = legacy.is_finished, legacy.is_lost
         self.lost_boundary = legacy.boundary
-
-    def go_back_to(self, boundary: int) -> None:
-        """The rank goes back: what it had done beyond the boundary is void."""
-        self.lost_boundary, self.is_finished = boundary, False
-        self.divergence, self.journal = "", {}
 
 
 class Eyes(Protocol):
@@ -343,6 +333,7 @@ class Wire:
                 slot.lose(node.board)
             case process_orders.Rewind(ranks=ranks, boundary=boundary):
                 for slot in (node.slots[rank] for rank in ranks):
-                    slot.go_back_to(boundary)
+                    slot.lost_boundary, slot.is_finished = boundary, False
+                    slot.divergence, slot.journal = "", {}
                     if not slot.is_here:
                         node.set_back(slot.rank, boundary)

@@ -252,11 +252,13 @@ class Mirrors:
 
         Only the state itself: a step is taken again by its own rank alone.
         """
-        placed = (replace(share, slot=self._state_of_lost(share.rank, boundary)) for share in shares)
+        placed = (
+            replace(
+                share, slot=(self if self._node.is_here(share.rank) else self.copies).state_of(share.rank, boundary)
+            )
+            for share in shares
+        )
         return [share for share in placed if share.slot]
-
-    def _state_of_lost(self, rank: int, boundary: int) -> str:
-        return self.state_of(rank, boundary) if self._node.is_here(rank) else self.copies.state_of(rank, boundary)
 
     def _path_of(self, rank: int, boundary: int, way: str) -> str:
         if rank not in self._slots:

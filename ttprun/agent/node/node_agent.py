@@ -83,7 +83,7 @@ class NodeAgent:
     stored_of: Callable[[int], Stored | None]
     noted: dict[int, Legacy] = field(init=False)
     catching_up: set[int] = field(default_factory=set, init=False)
-    _unwelcomed: set[int] = field(default_factory=set, init=False)
+    unwelcomed: set[int] = field(default_factory=set, init=False)
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
     _deferred: dict[int, to_rank.Replay] = field(default_factory=dict, init=False)  # until these are there
 
@@ -96,7 +96,7 @@ class NodeAgent:
         records   by rank
         """
         for slot in self.node.here:
-            self._unwelcomed.add(slot.rank)
+            self.unwelcomed.add(slot.rank)
             if slot.rank in records and records[slot.rank].part:
                 self.memory.take(slot, records[slot.rank].part)
         self._is_fetching = True
@@ -109,10 +109,6 @@ class NodeAgent:
         for order in deferred.values():
             if order.generation == self.node.generation:
                 self._replay(order)
-
-    def awaits_order(self, slot: Process) -> bool:
-        """Whether the first process of a rank, whose slot was a lost node's, waits until the leader wants it."""
-        return slot.rank in self._unwelcomed
 
     def look(self) -> None:
         """Time has passed, a process is gone, or a standby is ready: ranks that wait for that get their process."""
@@ -206,8 +202,8 @@ class NodeAgent:
         slot = self.node.process(order.rank)
         self.node.note_generation(order.generation)
         self.catching_up.add(order.rank)
-        if slot.rank in self._unwelcomed:
-            self._unwelcomed.discard(slot.rank)
+        if slot.rank in self.unwelcomed:
+            self.unwelcomed.discard(slot.rank)
             self.watch.welcome(slot, is_replacement=True)
         else:
             self._spawn(slot)
