@@ -75,7 +75,7 @@ class OneCheckpoint:
     def find(self) -> tuple[recovery.Saved, ...]:
         return (recovery.Saved(self._stored.boundary, self._stored.place),)
 
-    def opened(self, place: str, is_new: bool) -> Stored:
+    def opened(self, place: str, is_new: bool = False) -> Stored:
         return self._stored
 
     def note_unusable(self, place: str, reason: str, is_refused: bool) -> None:
