@@ -58,7 +58,7 @@ class AnyCheckpoint:
 
 
 def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
-    comparisons = SimpleNamespace(names_of=", ".join, why_not_stored="")
+    comparisons = SimpleNamespace(why_not_alike=lambda *_: "", names_of=", ".join, why_not_stored="")
     wire = SimpleNamespace(order_on=lambda number, order: node.ordered.append(order))
     writer = CheckpointWriter(node, store, AnyCheckpoint())  # type: ignore[arg-type]
     return Checkpoints(node, wire, writer, comparisons)  # type: ignore[arg-type]

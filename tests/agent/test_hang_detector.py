@@ -28,7 +28,7 @@ from ttprun.agent.lead.lead import Row
 from ttprun.agent.node import node as process_module
 from ttprun.agent.node.node_agent import NodeEyes
 from ttprun.agent.node.rank_processes import RankHandler
-from ttprun.protocol.board import FIELDS, Board, Field
+from ttprun.protocol.board import ROW_FIELDS, Board, Field
 from ttprun.protocol.from_rank import Broken, RankProtected
 from ttprun.protocol.rank_events import RankStarted
 from ttprun.recovery import Settings, new_job
@@ -422,7 +422,7 @@ class NodeThatGoesBack(FakeNode):
         return self.here[rank]
 
     def board_row(self, rank: int) -> list[int]:
-        return [0] * len(FIELDS)
+        return [0] * ROW_FIELDS
 
     def _sit(self, handlers: Sequence[RankHandler]) -> None:
         for slot, row, handler in zip(self.here, self.slots, handlers, strict=True):

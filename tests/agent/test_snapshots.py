@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from ttprun.agent.base.stored_states import path_of
 from ttprun.agent.lead import schedules
 from ttprun.agent.lead import snapshots as module
 from ttprun.agent.lead.checkpoints import SnapshotBuffer
+from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.protocol.board import Board, Field
@@ -60,8 +61,7 @@ class FakeComparisons:
         self.looked: list[int] = []
         self.reported = self.firsts = 0
 
-    def names_of(self, keys: Sequence[str]) -> str:
-        return ", ".join(keys)
+    why_not_alike, names_of = Comparisons.why_not_alike, staticmethod(", ".join)
 
     def look_soon(self, boundary: int) -> None:
         self.looked.append(boundary)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ttprun.protocol.board import FIELDS, FINISHED, Board, Field, Phase
+from ttprun.protocol.board import FINISHED, ROW_FIELDS, Board, Field, Phase
 
 LIMIT_S, FOR_EVER_S = 60.0, 6000.0
 
@@ -40,7 +40,7 @@ def test_a_field_holds_any_number_of_64_bits_and_its_neighbours_stay(board_fd: i
 
     board.set(1, Field.APPLIED, value)
 
-    everything = {(rank, field): board.get(rank, field) for rank in range(3) for field in FIELDS}
+    everything = {(rank, field): board.get(rank, field) for rank in range(3) for field in range(ROW_FIELDS)}
     assert {place for place, found in everything.items() if found} == ({(1, Field.APPLIED)} if value else set())
     assert board.get(1, Field.APPLIED) == value
 

@@ -240,7 +240,7 @@ def test_if_all_stand_in_the_same_collective_no_rank_is_guilty_but_the_connectio
     said = ranks.pass_time(6.5)
 
     assert isinstance(said[0], Stalled)
-    assert said[0].reason.startswith("all ranks are in allreduce, number 1 of step 8, and none has made progress for")
+    assert said[0].described({}).startswith("all ranks are in allreduce, number 1 of step 8, and none has made")
 
 
 def test_a_rank_that_has_left_out_a_collective_is_guilty_though_it_waits_too() -> None:

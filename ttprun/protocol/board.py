@@ -85,7 +85,6 @@ SHARED = (
     Field.NONE_IN_FLIGHT,
 )
 AWAITED = (Field.RECORDED, Field.HELD, Field.LEAVING, Field.ENDED)  # ranks sleep until these change
-FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())
 
 
 class Phase(enum.IntEnum):

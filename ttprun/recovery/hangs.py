@@ -108,11 +108,6 @@ class Stalled:
     for_s: float
     apart: Mapping[int, str]
 
-    @property
-    def reason(self) -> str:
-        """For an operator."""
-        return self.described({})
-
     def described(self, frames: Mapping[int, str]) -> str:
         """For an operator.
 

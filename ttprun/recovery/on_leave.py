@@ -106,7 +106,9 @@ def end_drain_early(job: Job, at_s: float, why: Reason) -> Result:
 
 
 def end_drain(job: Job, at_s: float) -> Result:
-    """The last rank that could finish is gone."""
+    """The job ends, if no rank runs any more."""
+    if job.count("live"):
+        return job, ()
     why = f"{name_ranks(job.lost)} did not finish, and no other rank is running any more"
     return take_lower_rung(job, at_s, Reason("ranks-have-finished", why)) if job.lost else finish_job(job, at_s)
 

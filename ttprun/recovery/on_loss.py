@@ -194,18 +194,13 @@ def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
     """No repair is possible, so its process waits for nothing."""
     kill = KillRank(event.rank, "no repair is possible any more")
     job = note_fault(job, event).with_member(event.rank, pid=None, is_rerun=False)
-    if job.count("live"):
-        return job, (kill,)
     job, actions = end_drain(job, event.at_s)
     return job, (kill, *actions)
 
 
 def on_exit_while_draining(job: Job, event: RankExited) -> Result:
     """One rank less to wait for; after the last one the group is restarted, unless all have finished."""
-    job = mark_finished(job, event) if event.is_finish else note_fault(job, event)
-    if job.count("live"):
-        return job, ()
-    return end_drain(job, event.at_s)
+    return end_drain(mark_finished(job, event) if event.is_finish else note_fault(job, event), event.at_s)
 
 
 def on_node_lost(job: Job, event: NodeLost) -> Result:
@@ -233,7 +228,7 @@ def on_node_lost_while_draining(job: Job, event: NodeLost) -> Result:
     if not lost:
         return unchanged(job, event)
     job = note_fault(without_nodes(job, lost), structs.replace(event, ranks=lost))
-    return (job, ()) if job.count("live") else end_drain(job, event.at_s)
+    return end_drain(job, event.at_s)
 
 
 def without_nodes(job: Job, ranks: tuple[int, ...]) -> Job:

@@ -76,24 +76,21 @@ def let_stop(pid: int) -> None:
     give_up_at_s = time.monotonic() + _EXITING_LIMIT_S
     with contextlib.suppress(OSError, ValueError, IndexError):
         while time.monotonic() < give_up_at_s and not is_exiting(pid):
-            if all(state != "R" for state in _states(pid)):
+            if all(fields[0] != "R" for fields in _threads(pid)):
                 return
             time.sleep(_EXITING_EVERY_S)
 
 
-def _states(pid: int) -> Iterator[str]:
+def _threads(pid: int) -> Iterator[list[str]]:
+    """As `_stat`, of each thread of a process. Raises OSError if there is no such process."""
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            yield _stat(f"/proc/{pid}/task/{thread}/stat")[0]
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has just gone
+            yield _stat(f"/proc/{pid}/task/{thread}/stat")
 
 
 def is_exiting(pid: int) -> bool:
     """Whether no thread of a process will run any code of its own again. Raises OSError if there is no such process."""
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has just gone
-            if not int(_stat(f"/proc/{pid}/task/{thread}/stat")[6]) & PF_EXITING:
-                return False
-    return True
+    return all(int(fields[6]) & PF_EXITING for fields in _threads(pid))
 
 
 def state_of(pid: int) -> tuple[str, float]:
@@ -101,8 +98,7 @@ def state_of(pid: int) -> tuple[str, float]:
 
     Raises OSError if there is no such process.
     """
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-        fields = stat.read().rpartition(")")[2].split()
+    fields = _stat(f"/proc/{pid}/stat")
     return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 

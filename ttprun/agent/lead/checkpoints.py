@@ -233,7 +233,7 @@ class Checkpoints:
             return
         self._writing = None
         why_not = next((report.why_not for report in writing.reports.values() if report.why_not), "")
-        why_not = why_not or self._why_not_alike(writing)
+        why_not = why_not or self._comparisons.why_not_alike(self._node.job.replicas, writing.shares)
         shares = writing.shares | writing.mirrored
         if not why_not and len({share.header_xxh3 for share in shares.values()}) > 1:
             why_not = "the ranks hold different parameters"
@@ -287,13 +287,6 @@ class Checkpoints:
                 is_handled=is_handled,
             )
         )
-
-    def _why_not_alike(self, writing: _Writing) -> str:
-        """Why what replicas have shared out among them is not one state; "" if it is."""
-        digests = {rank: share.digests for rank, share in writing.shares.items()}
-        keys = self._node.job.replicas.contradicted_by(digests)
-        names = self._comparisons.names_of(keys)
-        return f"ranks that were replicas of each other hold different values of {names}" if keys else ""
 
     def _held_by_nobody(self, replicas: Replicas, writers: Sequence[int]) -> list[str]:
         """What is missing of the lost ranks' own weights and optimizer state, shards aside."""

@@ -25,6 +25,7 @@ from ttprun.observe.run_directory import replace_file
 from ttprun.observe.status import StateSource
 from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.reason import Reason
+from ttprun.protocol.snapshot_messages import Share
 from ttprun.rank.verification import PROOF_STEPS
 from ttprun.recovery.phases import may_rewind
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
@@ -310,6 +311,12 @@ class Comparisons:
     def names_of(self, keys: Iterable[str]) -> str:
         """What the script calls these parameters, the first few."""
         return in_short([self._names.get(key, key) for key in keys])
+
+    def why_not_alike(self, replicas: Replicas, shares: Mapping[int, Share]) -> str:
+        """Why what ranks have written is no state of one model: replicas hold different values; "" if they do not."""
+        keys = replicas.contradicted_by({rank: share.digests for rank, share in shares.items()})
+        differ = "ranks that were replicas of each other hold different values of"
+        return f"{differ} {self.names_of(keys)}" if keys else ""
 
     def look_soon(self, boundary: int) -> None:
         """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""

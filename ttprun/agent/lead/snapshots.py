@@ -101,8 +101,9 @@ class Snapshots:
         if self._lacks_something(buffer):
             self._times.is_wanted = True
             return
-        why_not = self._why_not_alike(buffer)
+        why_not = self._comparisons.why_not_alike(buffer.replicas, buffer.written)
         if why_not:
+            self._comparisons.look_soon(buffer.boundary)
             self._report_failure(buffer.boundary, why_not, "no snapshot was taken")
             return
         why_not = self._why_not_complete(buffer)
@@ -140,15 +141,6 @@ class Snapshots:
                 self._comparisons.report_owners(slot)
             return True
         return False
-
-    def _why_not_alike(self, buffer: SnapshotBuffer) -> str:
-        """Why what replicas have shared out among them is not one state: it is looked at in full, which shows more."""
-        digests = {rank: share.digests for rank, share in buffer.written.items()}
-        keys = buffer.replicas.contradicted_by(digests)
-        if not keys:
-            return ""
-        self._comparisons.look_soon(buffer.boundary)
-        return f"ranks that were replicas of each other hold different values of {self._comparisons.names_of(keys)}"
 
     def _why_not_complete(self, buffer: SnapshotBuffer) -> str:
         """Why what the ranks have written does not belong together; "" if it does."""
