@@ -343,10 +343,9 @@ def compare_all(seeds: range) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if seed % 3 > 0:
                 look_at_few(patch, 4)
-                patch.setattr(data_trees, "MANY", 12)
-                patch.setattr(data_trees, "DATA_BYTES", 100)
-                patch.setattr(data_trees, "_MANY_ROWS", 4)
-                patch.setattr(data_trees, "SMALL_BYTES", 100)
+                patch.setattr(changes, "_LONG", 8)
+                for name, most in {"MANY": 12, "DATA_BYTES": 100, "_MANY_ROWS": 4, "SMALL_BYTES": 100}.items():
+                    patch.setattr(data_trees, name, most)
             if seed % 5 == 0:
                 patch.setattr(containers, "MANY_ROWS", 10)
                 patch.setattr(containers, "MAX_ITEMS", 20)
@@ -368,8 +367,9 @@ def test_a_record_is_what_the_variables_are_at_each_boundary(first: int) -> None
     compare_all(range(first, first + 10))
 
 
-def test_what_is_kept_too_long_is_noticed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes.Piece, "holds", lambda self: True)
+@pytest.mark.parametrize(("of", "name"), [(changes.Piece, "holds"), (changes.LONG_LISTS, "are_same")])
+def test_what_is_kept_too_long_is_noticed_here(of: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of, name, lambda *given: True)
 
     with pytest.raises(AssertionError):
         compare_all(range(10))

@@ -16,7 +16,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from ttprun.capture.records.nodes import (
-    LISTS,
     PARTS,
     ActivationNode,
     AnyNode,
@@ -42,7 +41,7 @@ from ttprun.capture.records.nodes import (
     WrapperNode,
 )
 from ttprun.capture.records.packing import MISSING, CannotRestoreError, listed, unpack_description
-from ttprun.capture.values.trees import Comparison, Tree, is_same_scalar, number_of, numbers_inside
+from ttprun.capture.values.trees import Comparison, Tree, is_same_scalar, number_of, numbers_inside, parts_anew
 
 MODULES = (ModuleNode, WrapperNode)
 
@@ -140,26 +139,10 @@ class Outcome:
         if has_counterparts and isinstance(node, DictNode):
             has_counterparts = listed(beside.keys) == listed(node.keys)
 
-        def one(part: Node, counterpart: Node) -> Node:
+        def inner(part: Node, counterpart: Node = MISSING) -> Node:
             return self.of_mine(part) if is_mine else self.of_last(part, counterpart)
 
-        def some(nodes: list[Node], counterparts: list[Node]) -> list[Node]:
-            return [one(p, counterparts[i] if i < len(counterparts) else MISSING) for i, p in enumerate(nodes)]
-
-        made: dict[str, Any] = {}
-        for name, part in PARTS[type(node)].items():
-            value, other = getattr(node, name), getattr(beside, name) if has_counterparts else None
-            if part is Part.NUMBER:
-                made[name] = outcome(value)
-            elif part is Part.NODE:
-                made[name] = one(value, other if has_counterparts else MISSING)
-            elif part in LISTS:
-                is_in_order = has_counterparts and part is not Part.UNORDERED
-                made[name] = some(listed(value), listed(other) if is_in_order and other is not None else [])
-            elif part is Part.NAMED:
-                made[name] = {key: one(p, (other or {}).get(key, MISSING)) for key, p in value.items()}
-            elif part is Part.GROUPS:
-                made[name] = [{key: one(p, MISSING) for key, p in group.items()} for group in value]
+        made = parts_anew(node, outcome, inner, beside if has_counterparts else None)
         shift = len(self._last.blobs) if is_mine else 0
         if isinstance(node, ChangedDataNode):
             made["blob"] = node.blob + shift
@@ -170,7 +153,7 @@ class Outcome:
         elif isinstance(node, ModuleNode):
             made["first_blob"] = node.first_blob + shift
             made["attributes"] = {
-                path: {name: one(p, MISSING) for name, p in nodes.items()} for path, nodes in node.attributes.items()
+                path: {name: inner(part) for name, part in nodes.items()} for path, nodes in node.attributes.items()
             }
         return replace(node, **made)
 

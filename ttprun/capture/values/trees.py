@@ -6,7 +6,7 @@ The types of nodes say which parts are nodes again (records/nodes.py). Begin wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import xxhash
@@ -136,18 +136,35 @@ def _in_numbers_of(tree: DataTreeNode, node: Any) -> Any:
         place, offset = divmod(~node.number, PLACE)
         reference = tree.outside[place]
         return ReferenceNode(reference.number + offset) if isinstance(reference, ReferenceNode) else reference
+    return replace(node, **parts_anew(node, tree.number.__add__, lambda inner, _: _in_numbers_of(tree, inner)))
+
+
+def parts_anew(
+    node: AnyNode, number: Callable[[int], int], inner: Callable[[Node, Node], Node], beside: Any = None
+) -> dict[str, Any]:
+    """The parts of a node by name, with other numbers, and other nodes below it.
+
+    number   gives the number that takes a number's place
+    inner    gives the node that takes a node's place, also of what is at its place in `beside`, MISSING if nothing is
+    beside   another node of this type; None if there is none
+    """
     made: dict[str, Any] = {}
     for name, part in PARTS[type(node)].items():
-        value = getattr(node, name)
+        value, other = getattr(node, name), getattr(beside, name, None)
         if part is Part.NUMBER:
-            made[name] = tree.number + value
+            made[name] = number(value)
         elif part is Part.NODE:
-            made[name] = _in_numbers_of(tree, value)
-        elif part is Part.NAMED:
-            made[name] = {key: _in_numbers_of(tree, inner) for key, inner in value.items()}
+            made[name] = inner(value, MISSING if beside is None else other)
         elif part in LISTS:
-            made[name] = [_in_numbers_of(tree, inner) for inner in listed(value)]
-    return replace(node, **made)
+            others = [] if other is None or part is Part.UNORDERED else listed(other)
+            made[name] = [
+                inner(each, others[at] if at < len(others) else MISSING) for at, each in enumerate(listed(value))
+            ]
+        elif part is Part.NAMED:
+            made[name] = {key: inner(each, (other or {}).get(key, MISSING)) for key, each in value.items()}
+        elif part is Part.GROUPS:
+            made[name] = [{key: inner(each, MISSING) for key, each in group.items()} for group in value]
+    return made
 
 
 class Tree:
