@@ -58,9 +58,6 @@ def mount(folder: Path, options: str) -> None:
 def spoil(disk: Path, what: str) -> None:
     """From now on nothing can be written there."""
     match what:
-        case "deleted":
-            subprocess.run(["umount", "--lazy", disk], check=True)
-            shutil.rmtree(disk)
         case "full":
             (disk / "filling").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
         case _:

@@ -19,7 +19,6 @@ from ttprun.protocol.to_rank import Welcome
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = str(ROOT / "ttprun" / "shim")
-RECORD_BYTES = 64 << 20
 LOOK = "import json, os, sys; print(json.dumps({'path': os.environ.get('PYTHONPATH'), 'sys': sys.path, 'modules': sorted(sys.modules)}))"
 
 

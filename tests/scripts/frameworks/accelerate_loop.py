@@ -5,7 +5,6 @@ import json
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.local_sgd import LocalSGD
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import set_seed
 from digests import print_digests
@@ -14,8 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--accumulate", type=int, default=1)
-parser.add_argument("--skip", type=int, default=0, help="batches of the first epoch, as after a resume")
-parser.add_argument("--local-sgd", type=int, default=0)
 parser.add_argument("--save", action="store_true")
 args = parser.parse_args()
 
@@ -61,19 +58,17 @@ model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
 )
 
 
-def train(loader, local_sgd=None):
+def train(loader):
     global done, total
     for batch, labels in loader:
         with accelerator.accumulate(model):
             loss = torch.nn.functional.cross_entropy(model(batch), labels)
             accelerator.backward(loss)
-            if accelerator.sync_gradients and not local_sgd:
+            if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            if local_sgd:
-                local_sgd.step()
         total += loss.item()
         done += 1
         if done % 5 == 0:
@@ -83,12 +78,7 @@ def train(loader, local_sgd=None):
 done, total = 0, 0.0
 for epoch in range(2):
     model.train()
-    loader = accelerator.skip_first_batches(train_loader, args.skip) if epoch == 0 and args.skip else train_loader
-    if args.local_sgd:
-        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=args.local_sgd, enabled=True) as local_sgd:
-            train(loader, local_sgd)
-    else:
-        train(loader)
+    train(train_loader)
     model.eval()
     right, count = 0, 0
     for batch, labels in eval_loader:

@@ -6,12 +6,7 @@ import os
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import (
-    LearningRateMonitor,
-    ModelCheckpoint,
-    RichProgressBar,
-    TQDMProgressBar,
-)
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.nn import functional as F
@@ -21,13 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--accumulate", type=int, default=1)
-parser.add_argument("--clip", type=float)
 parser.add_argument("--manual", action="store_true")
-parser.add_argument("--half-epochs", action="store_true")
-parser.add_argument("--save-every", type=int)
-parser.add_argument("--bar", choices=["rich", "tqdm"], default="rich")
 parser.add_argument("--logger", choices=["csv", "tensorboard"], default="csv")
 args = parser.parse_args()
 
@@ -114,21 +103,18 @@ if __name__ == "__main__":
     L.seed_everything(7, workers=True)
     model = TwoOptimizers() if args.manual else Classifier()
     callbacks = [
-        ModelCheckpoint(save_last=True, every_n_train_steps=args.save_every, monitor="val_loss", save_top_k=2),
+        ModelCheckpoint(save_last=True, monitor="val_loss", save_top_k=2),
         LearningRateMonitor("step"),
-        (RichProgressBar if args.bar == "rich" else TQDMProgressBar)(),
+        RichProgressBar(),
     ]
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy="ddp",
-        max_epochs=args.epochs,
+        max_epochs=3,
         callbacks=callbacks,
         logger=CSVLogger(args.out) if args.logger == "csv" else TensorBoardLogger(args.out),
         log_every_n_steps=1,
-        accumulate_grad_batches=args.accumulate,
-        gradient_clip_val=args.clip,
-        val_check_interval=0.5 if args.half_epochs else 1.0,
     )
     trainer.fit(model, datamodule=Points())
     digest = hashlib.sha256()

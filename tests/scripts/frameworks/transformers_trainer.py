@@ -1,12 +1,11 @@
 """A tiny GPT-2 trained by transformers.Trainer, on text that is made on the spot; the arguments add what people use."""
 
 import argparse
-import os
 import random
 
 import torch
 from digests import print_digests_of
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -15,21 +14,13 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--evaluate", action="store_true")
 parser.add_argument("--save", action="store_true")
-parser.add_argument("--best", action="store_true")
 parser.add_argument("--callback", action="store_true")
-parser.add_argument("--group-by-length", action="store_true")
-parser.add_argument("--iterable", action="store_true")
-parser.add_argument("--resume", help="a checkpoint of the framework's own")
-parser.add_argument("--find-last", action="store_true", help="resume from the newest checkpoint, as run_clm.py does")
-parser.add_argument("--max-steps", type=int, default=-1)
-parser.add_argument("--metrics", action="store_true")
 args = parser.parse_args()
 
 set_seed(1)
@@ -50,13 +41,6 @@ class Sentences(Dataset):
 
     def __getitem__(self, index):
         return {"input_ids": self.sentences[index], "labels": self.sentences[index]}
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        for words in sentences(40, 1):  # all of one length: rank 0 reads them, and gives each rank its slice
-            words = (words + words * 2)[:16]
-            yield {"input_ids": words, "labels": words}
 
 
 def collate(rows):
@@ -87,13 +71,6 @@ class Averaged(TrainerCallback):
             control.should_log = True
 
 
-def accuracy(prediction):
-    found = prediction.predictions[:, :-1].argmax(-1)
-    labels = prediction.label_ids[:, 1:]
-    mask = labels != -100
-    return {"accuracy": float((found == labels)[mask].mean())}
-
-
 model = GPT2LMHeadModel(
     GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
 )
@@ -104,7 +81,6 @@ arguments = TrainingArguments(
     gradient_accumulation_steps=args.accumulate,
     learning_rate=1e-3,
     num_train_epochs=2,
-    max_steps=args.max_steps,
     warmup_steps=3,
     logging_steps=2,
     eval_strategy="steps" if args.evaluate else "no",
@@ -112,9 +88,6 @@ arguments = TrainingArguments(
     save_strategy="steps" if args.save else "no",
     save_steps=4,
     save_total_limit=2,
-    load_best_model_at_end=args.best,
-    metric_for_best_model="eval_loss" if args.best else None,
-    **({"train_sampling_strategy": "group_by_length"} if args.group_by_length else {}),
     report_to=[],
     use_cpu=True,
     disable_tqdm=True,
@@ -124,20 +97,15 @@ callbacks = []
 average = Averaged()
 if args.callback:
     callbacks.append(average)
-train = Stream() if args.iterable else Sentences(40, 1)
 trainer = Trainer(
     model=model,
     args=arguments,
-    train_dataset=train,
+    train_dataset=Sentences(40, 1),
     eval_dataset=Sentences(10, 2),
     data_collator=collate,
     callbacks=callbacks,
-    compute_metrics=accuracy if args.metrics else None,
 )
-resume = args.resume
-if args.find_last and os.path.isdir(arguments.output_dir):
-    resume = get_last_checkpoint(arguments.output_dir)
-result = trainer.train(resume_from_checkpoint=resume)
+result = trainer.train()
 
 rank = trainer.args.process_index
 

@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import builtins
-import dis
 import faulthandler
 import gc
 import inspect
@@ -15,7 +14,6 @@ import pathlib
 import pickle
 import queue
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -145,30 +143,14 @@ def describe_process():
         "signals",
         {number.name: str(signal.getsignal(number)) for number in signal.valid_signals() if hasattr(number, "name")},
     )
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    say("blocked", sorted(map(str, blocked)))
-    say("itimer", signal.getitimer(signal.ITIMER_REAL))
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False) if wakeup >= 0 else None
     say("wakeup fd", wakeup)
-    mask = os.umask(0o22)
-    os.umask(mask)
-    say("umask", oct(mask))
-    say("nice", [os.nice(0), sorted(os.sched_getaffinity(0)), os.sched_getscheduler(0)])
-    say(
-        "limits",
-        {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT")},
-    )
-    say("session", [os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid(), os.getppid() == os.getpgid(0)])
     status = dict(line.split(":", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines())
     say(
         "status",
         {name: status.get(name, "").strip() for name in ("NoNewPrivs", "Seccomp", "SigIgn", "SigCgt", "THP_enabled")},
     )
-    say("oom", pathlib.Path("/proc/self/oom_score_adj").read_text())
-    say("cwd", os.getcwd() == os.path.realpath(os.getcwd()))
-    say("comm", pathlib.Path("/proc/self/comm").read_text())
-    say("torch threads", [torch.get_num_threads(), torch.get_num_interop_threads()])
 
 
 FUNCTIONS = {
@@ -205,16 +187,6 @@ def describe_functions():
         torch.save is torch.serialization.save, dist.new_group is dist.distributed_c10d.new_group, open is io.open,
         torch.autograd.backward is torch.autograd.__init__, random._urandom is os.urandom,
     ])  # fmt: skip
-    say(
-        "types",
-        [type(time.time()), type(time.localtime()).__name__, type(os.getpid()), type(open(os.devnull)).__name__],
-    )
-    say("source", inspect.getsource(main)[:200])
-    say(
-        "names",
-        [main.__code__.co_names, main.__code__.co_varnames, main.__code__.co_consts[:4], main.__code__.co_firstlineno],
-    )
-    say("instructions", len(list(dis.get_instructions(main))))
     try:
         open("/nowhere/at/all")
     except OSError:
