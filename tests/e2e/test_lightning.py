@@ -26,6 +26,7 @@ pytestmark = needs("lightning")
 @pytest.mark.parametrize(
     "case",
     [
+        ": kill:rank=0,step=20,phase=checkpoint",
         "--logger tensorboard: kill:rank=0,step=20,phase=checkpoint",
         "--manual: kill:rank=0,step=13,phase=backward",
     ],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import Run, assert_same_outcome, start_torchrun
+from ttprun.device.device_errors import VARIABLES
 
 # What stands in the guide ("What a script can notice").
 NOTICED = re.compile(
@@ -71,7 +72,7 @@ def test_a_script_that_asks_about_itself_finds_what_it_finds_under_torchrun(
         differing = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
         assert {name for name in differing - DIFFERENT if not name.startswith("function ")} == set(), result.story()
         ours = set(here["environment"][0]) - set(there["environment"][0])
-        assert ours == {"_TTPRUN_AGENT_PID", "_TTPRUN_RUN_DIR"}
+        assert ours == {"_TTPRUN_AGENT_PID", "_TTPRUN_RUN_DIR", *VARIABLES}
         assert set(here["threads"][0]) - set(there["threads"][0]) == {
             *("ttprun-channel", "ttprun-heartbeat", "ttprun-recovery", "ttprun-signals"),
         }
