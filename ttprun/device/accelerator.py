@@ -15,6 +15,8 @@ NEEDED = (  # of a device's module; a backend for a device that lacks any of it 
     *("set_rng_state", "Event", "Stream", "stream", "current_stream"),
 )
 
+_own_streams: dict[int, Any] = {}  # by the number of a device; one process has one
+
 
 def in_use() -> tuple[str, Any] | None:
     """(type of the device, its module) if this process has used one; else None."""
@@ -81,6 +83,23 @@ def on(stream: Any) -> AbstractContextManager[Any]:
     """What this thread gives the device inside goes to that stream of `current_stream`."""
     device = in_use()
     return nullcontext() if device is None or stream is None else device[1].stream(stream)
+
+
+def beside(event: Any) -> AbstractContextManager[Any]:
+    """What this thread gives the device inside goes to a stream of ours, and runs after the event.
+
+    event   of `mark`, of the same device; None: no device is in use
+
+    The script's streams are as they were: nothing of ours runs between its own kernels, and nothing waits for these.
+    """
+    device = in_use()
+    if device is None or event is None:
+        return nullcontext()
+    module, index = device[1], int(device[1].current_device())
+    if index not in _own_streams:
+        _own_streams[index] = module.Stream(index)
+    event.wait(_own_streams[index])
+    return module.stream(_own_streams[index])  # type: ignore[no-any-return]
 
 
 def wait_on(event: Any) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ttprun.device import accelerator
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.model_tensors import local_of
 from ttprun.protocol import from_rank
@@ -109,7 +110,8 @@ class Mirror:
         try:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="ttprun-mirror")
-            self._copying = self._thread.submit(self._copy, session, boundary)
+            where = accelerator.current_index(), accelerator.mark()
+            self._copying = self._thread.submit(self._copy, session, boundary, *where)
             if self._why_no_step:
                 self._copying.result()
         except Exception as error:  # training continues
@@ -137,7 +139,8 @@ class Mirror:
                     from_rank.StateMirrored(boundary - 1, size, self._limit_bytes, why_no_step=self._why_no_step)
                 )
         except Exception as error:
-            self._give_up(session, boundary, error)
+            if not session.diagnose(error).is_known:  # else the script meets its device's error in the step
+                self._give_up(session, boundary, error)
 
     def keep_result(self, session: Rank, sequence: str, number: int, result: torch.Tensor) -> None:
         """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing.
@@ -216,15 +219,20 @@ class Mirror:
 
     # The copies.
 
-    def _copy(self, session: Rank, boundary: int) -> bool:
-        """On the thread: copy the state; returns whether nothing has changed it meanwhile."""
+    def _copy(self, session: Rank, boundary: int, device: int | None, stepped: Any) -> bool:
+        """On the thread: copy the state; returns whether nothing has changed it meanwhile.
+
+        device, stepped   of the main thread: its device's number, and the event after the step
+        """
         count = _count()
         try:
-            return self._copied(session, boundary)
-        except Exception:
-            if _count() == count:
+            accelerator.use(device)
+            with accelerator.beside(stepped):
+                return self._copied(session, boundary)
+        except Exception as error:
+            if _count() == count and not session.diagnose(error).is_known:
                 raise
-            return False  # the script has added parameters meanwhile: the next copy has them
+            return False  # parameters were added meanwhile, or the script meets its device's error, too: the next has it
 
     def _copied(self, session: Rank, boundary: int) -> bool:
         number = slot_of(boundary)
@@ -294,10 +302,6 @@ class Mirror:
             )
         if not weights:
             raise NotRepairableError(Reason("optimizer-state-unknown", "its optimizers have no parameters"))
-        if not all(weight.is_cpu for weight in weights):
-            raise NotRepairableError(
-                Reason("state-of-one-rank", "its parameters are on a device, from which they are not mirrored yet")
-            )
         self._check_size(0)
 
     def _check_cost(self, took_s: float) -> None:

@@ -116,9 +116,10 @@ class ProcessGroupHCCL final : public c10d::Backend {
 
   // torch_npu's own `abort` has an argument, and so does not override this one: it does nothing.
   void abort() override {
-    if (!is_kind("abort")) return;
+    if (!is_kind("abort") && !is_kind("nccl")) return;
     drop_link();
     is_over_ = true;
+    if (is_kind("nccl")) finish_all();
   }
   // Ends the watchdog, and no operation.
   void shutdown() override {
@@ -526,9 +527,9 @@ namespace npu {
 void bind_hccl(pybind11::module_& m) {
   using Group = ProcessGroupHCCL;
   // None of them gives the GIL back while it waits: torch_npu's do not.
-  pybind11::class_<Group, c10d::Backend, HeldWithoutGil<Group>>(m, "ProcessGroupHCCL")
-      .def("abort_hccl_comm", [](Group& group, const std::optional<std::string>&) { group.abort_hccl_comm(); })
-      .def("resume_hccl_comm", [](Group& group, int device) { group.resume(device); })
+  pybind11::class_<Group, c10d::Backend, HeldWithoutGil<Group>> group(m, "ProcessGroupHCCL");
+  if (!is_kind("nccl")) group.def("abort_hccl_comm", [](Group& group, const std::optional<std::string>&) { group.abort_hccl_comm(); });
+  group.def("resume_hccl_comm", [](Group& group, int device) { group.resume(device); })
       .def("_delete_tcpstore_key", [](Group&) {})
       .def("set_watchdog_status", [](Group& group, int status) { group.watchdog().set_status(status); })
       .def("clear_workmeta_list", [](Group& group) { group.watchdog().clear(); })

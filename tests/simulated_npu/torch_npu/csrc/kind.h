@@ -6,6 +6,10 @@
 // watchdog   no thread of a group looks for errors, sleeps over them, and ends the process
 // work       synchronous operations have a Work, and run on the group's stream
 //
+// One more is no kindness: groups of this kind end as NCCL's do, for what the product does on CUDA alone.
+//
+// nccl       abort ends running operations, and returns when all that was given to the communicator has ended
+//
 // SIMULATED_NPU_KIND names those to have, separated by commas; "" none.
 #pragma once
 
