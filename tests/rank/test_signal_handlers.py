@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,12 +91,18 @@ SECTIONS = {
 }
 
 
+def _raise() -> None:
+    """On the main thread alone: what another one raises comes anywhere in the script, also where it skips a call."""
+    if threading.current_thread() is threading.main_thread():
+        signal.raise_signal(signal.SIGALRM)
+
+
 def signalled(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        signal.raise_signal(signal.SIGALRM)
+        _raise()
         result = function(*args, **kwargs)
-        signal.raise_signal(signal.SIGALRM)
+        _raise()
         return result
 
     call.__code__ = call.__code__.replace(co_filename=signal_handlers.__file__)  # as if it were ours
