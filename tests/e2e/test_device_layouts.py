@@ -27,7 +27,8 @@ def test_a_rank_whose_shards_nobody_else_has_sends_all_back_to_a_snapshot_and_th
     arguments = arguments_of("fsdp2", "barrier,loss")
     reference = undisturbed(SCRIPT, 2, arguments, device=NPU)
 
-    result = run_ttprun(SCRIPT, 2, script_args=arguments, faults=[f"kill:rank=1,step=8,phase={phase}"], device=NPU)
+    fault, options = f"kill:rank=1,step=8,phase={phase}", ["--buddy", "off"]
+    result = run_ttprun(SCRIPT, 2, script_args=arguments, faults=[fault], options=options, device=NPU)
 
     assert [(one["rung"], one["outcome"]) for one in result.incidents] == [("rewind", "recovered")], result.story()
     assert (result.exit_code, result.final, result.hashes) == (0, reference.final, reference.hashes), result.story()

@@ -52,6 +52,29 @@ PATCHES: tuple[Patch, ...] = (
         "to make managed groups of the parts, whose connections can be replaced too",
         "always",
     ),
+    *(
+        Patch(f"torch.distributed.fsdp._fully_shard.{module}", method, f"groups.waits:{wrap}", why, "imported")
+        for module, method, wrap, why in (
+            (
+                "_fsdp_param_group",
+                "FSDPParamGroup.wait_for_unshard",
+                "wrap_wait_for_unshard",
+                "on a device, to wait for a gather where its result is unpacked",
+            ),
+            (
+                "_fsdp_param_group",
+                "FSDPParamGroup.post_backward",
+                "wrap_post_backward",
+                "on a device, to wait for a reduction before the next one is put together",
+            ),
+            (
+                "_fsdp_state",
+                "FSDPState._root_post_backward_final_callback",
+                "wrap_final_callback",
+                "on a device, to wait for the last reduction of a backward pass",
+            ),
+        )
+    ),
     Patch(
         _C10D,
         "batch_isend_irecv",

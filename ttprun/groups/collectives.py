@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ttprun.device import accelerator
-from ttprun.groups import thread_collectives
+from ttprun.groups import thread_collectives, waits
 from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.groups.operations import (
     GATHERING,
@@ -197,6 +197,8 @@ def _issue(call: Call) -> None:
     if call.is_apart and entry.place and not unusual:
         session.parts[Results].note_issued(entry, inputs)
     call.is_kept = group.enter(entry, inputs)
+    if call.caller is not None and call.is_kept and group.links.is_late and not group.links.needs_stop:
+        entry.is_read_later = waits.is_read_later(entry, call.caller)
 
 
 def _look(call: Call) -> None:

@@ -322,6 +322,10 @@ class LateWork:
         self._inner.wait()
         return True
 
+    def order(self) -> None:
+        """Order the caller's stream after the operation, as the backend's own `wait`: the host does not wait."""
+        self._inner.wait()
+
     def is_completed(self) -> bool:
         """Whether the outputs are there, or the operation has failed. Once it is, that does not change."""
         if not self._is_over:

@@ -8,6 +8,7 @@ into buffers that are reused from step to step. A commit (every rank has recorde
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -112,6 +113,7 @@ class Journal:
         self._unsettled: list[Entry] = []
         self._numbers: Counter[str] = Counter()  # of messages and of borrowed entries, by sequence
         self._issued = 0
+        self._put_off: list[Entry] = []
         self.is_frozen = False
         self.is_ended = False
         self.admit: Callable[[], None] | None = None
@@ -258,7 +260,7 @@ class Journal:
     def note_order(self, entry: Entry) -> None:
         """A collective is about to be issued."""
         self._issued += 1
-        entry.at = self._issued
+        entry.at = entry.waited_at = self._issued
         if entry.input.is_borrowed:
             entry.number = self.number_of(entry)
             self._unsettled.append(entry)
@@ -266,16 +268,35 @@ class Journal:
     def settle_before(self, entry: Entry) -> None:
         """A collective has completed, so all members have issued it: drop the inputs of what they waited for before.
 
-        FSDP2 waits for each reduce-scatter before it issues anything else. The caller holds the lock.
+        FSDP2 waits for each reduce-scatter before it issues anything else, or at a place that is the same in all
+        members (`put_off`). The caller holds the lock.
         """
         if not self.may_settle or entry.op not in OF_ALL_MEMBERS:
             return
         for borrowed in self._unsettled:
-            if borrowed.group is entry.group and borrowed.is_done and borrowed.at < entry.at:
+            if borrowed.group is entry.group and borrowed.is_done and borrowed.waited_at < entry.at:
                 self.held_bytes -= borrowed.size_bytes
                 borrowed.size_bytes = 0
                 borrowed.settle_for_all()
         self._unsettled = [borrowed for borrowed in self._unsettled if not borrowed.is_settled]
+
+    def put_off(self, entry: Entry) -> None:
+        """The script's thread waits for this entry later: see `take_put_off`."""
+        with self.lock:
+            entry.waited_at = sys.maxsize
+            self._put_off.append(entry)
+
+    def take_put_off(self, is_wanted: Callable[[Entry], bool]) -> list[Entry]:
+        """What was put off and is waited for now, oldest first."""
+        with self.lock:
+            taken = [entry for entry in self._put_off if is_wanted(entry)]
+            self._put_off = [entry for entry in self._put_off if entry not in taken]
+        return taken
+
+    def note_waited(self, entry: Entry) -> None:
+        """The script's thread has waited for what was put off: whatever it issues next, members issue after that."""
+        with self.lock:
+            entry.waited_at = self._issued
 
     def is_settled(self, entry: Entry) -> bool:
         """Whether all members had completed this entry at the newest fault: it is not issued again."""

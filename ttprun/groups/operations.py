@@ -251,6 +251,8 @@ class Entry:
     device      of the tensors that were dropped
     is_settled  all members have completed it: its inputs are dropped, and it is not issued again
     at          place in the order in which this rank has issued its collectives
+    waited_at   the newest place in that order when the script's thread had waited for it
+    is_read_later  nothing on the device reads its result before the script's thread waits for it once more
     is_apart    another thread's own (thread_collectives.py)
     begun       newest boundary when that thread was started
     is_carried  another thread's own, of a step before the newest boundary
@@ -284,6 +286,8 @@ class Entry:
     is_carried = False
     save: Any = None
     at = 0
+    waited_at = 0
+    is_read_later = False
     number = 0
     digest = ""
     ready: Any = None

@@ -52,6 +52,8 @@ class ManagedWork(Work):
 
     def _wait(self) -> None:
         entry = self._entry
+        if entry.is_read_later and self._is_put_off(entry):
+            return
         session = None if entry.is_apart else current()
         try:
             if not entry.is_done:
@@ -63,6 +65,19 @@ class ManagedWork(Work):
                 session.touch(Phase.COMPUTING)
             elif entry.place:
                 entry.group.session[Results].note_return()
+
+    def _is_put_off(self, entry: Entry) -> bool:
+        """Let the caller's stream alone wait now, and the host later (gathers.py); returns whether it does."""
+        entry.is_read_later = False
+        if entry.is_done or entry.inner is None:
+            return False
+        try:
+            entry.inner.order()
+        except Exception as error:  # aborted meanwhile
+            fail_open.raise_if_meant(error)
+            return False
+        self._journal.put_off(entry)
+        return True
 
     def _wait_plainly(self, entry: Entry) -> None:
         if entry.inner is not None and not entry.is_done:

@@ -232,7 +232,9 @@ class Mirror:
         except Exception as error:
             if _count() == count and not session.diagnose(error).is_known:
                 raise
-            return False  # parameters were added meanwhile, or the script meets its device's error, too: the next has it
+            return (
+                False  # parameters were added meanwhile, or the script meets its device's error, too: the next has it
+            )
 
     def _copied(self, session: Rank, boundary: int) -> bool:
         number = slot_of(boundary)
