@@ -13,7 +13,10 @@ parser.add_argument("--out", default="out")
 parser.add_argument("--layout", choices=["ddp", "own", "fsdp2", "hsdp"], default="ddp")
 parser.add_argument("--backend", default="", help="'': the device's own")
 parser.add_argument(
-    "--with", dest="more", default="", help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise,times,peak"
+    "--with",
+    dest="more",
+    default="",
+    help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise,times,peak,...",
 )
 parser.add_argument("--steps", type=int, default=24)
 parser.add_argument("--width", type=int, default=128)
@@ -44,6 +47,20 @@ dist.init_process_group(backend, device_id=device if "device_id" in more else No
 rank, world = dist.get_rank(), dist.get_world_size()
 
 
+class Long(torch.autograd.Function):
+    """Kernels that take ten times as long as those of a layer of 7B parameters, on the simulated NPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        torch.npu._sleep(41)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.npu._sleep(83)
+        return gradient
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -54,6 +71,7 @@ class Block(nn.Module):
     def forward(self, x):
         rows, length, width = x.shape
         q, k, v = (t.view(rows, length, 4, -1).transpose(1, 2) for t in self.attend(self.norm(x)).chunk(3, -1))
+        x = Long.apply(x) if "long" in more else x
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         return x + self.down(F.gelu(self.up(x)))
 
@@ -130,10 +148,16 @@ while done < args.steps:
         if "times" in more:
             print(f"[rank {rank}] step {done} ended at {time.monotonic():.4f}", flush=True)
         done += 1
+        if done == args.steps // 2 and "long" in more:
+            torch.npu.synchronize()
+            exposed, begun, since = torch.npu.exposed(), done, time.monotonic()
         if done == args.steps:
             break
     epoch += 1
 
+if "long" in more:
+    steps, waits, seconds = done - begun, torch.npu.exposed() - exposed, time.monotonic() - since
+    print(f"[rank {rank}] {waits} exposed waits in {steps} steps of {seconds / steps * 1000:.1f} ms", flush=True)
 if "peak" in more:
     print(f"[rank {rank}] peak {torch.get_device_module(device).max_memory_allocated()} bytes", flush=True)
 state = {

@@ -17,6 +17,10 @@ from typing import Any
 import numpy
 import torch
 
+from ttprun.device import accelerator
+
+_PINNED_BYTES = 256 << 20  # at once
+
 # How much memory can still be allocated, by the limits of the machine and of this process's control group.
 #
 # A group's memory includes its page cache; the part that the kernel would reclaim first counts as free.
@@ -85,6 +89,8 @@ class Memory:
         self._map: Any = None
         self._size = 0
         self._address = 0
+        self._pinned: list[int] = []  # addresses of pieces, from the first one on
+        self._is_pinnable = True
 
     def held_bytes(self) -> int:
         """Bytes of memory that the file occupies. Raises OSError."""
@@ -151,14 +157,31 @@ class Memory:
 
     def release(self) -> None:
         """Give all memory of the file back; no tensor in it may be used any more. Raises OSError."""
-        self._map, self._size = None, 0
+        self._unmap()
         os.truncate(self._path, 0)
+
+    def _unmap(self) -> None:
+        for address in self._pinned:
+            accelerator.unpin(address)
+        self._pinned, self._is_pinnable = [], True
+        self._map, self._size = None, 0
+
+    def pin_more(self) -> None:
+        """Let the device copy to one more piece of it by itself, if it can: that takes a moment for each.
+
+        On the thread that maps it, and by which alone it is unmapped.
+        """
+        at = len(self._pinned) * _PINNED_BYTES
+        if at < self._size and self._is_pinnable:
+            self._is_pinnable = accelerator.pin(self._address + at, min(_PINNED_BYTES, self._size - at))
+            if self._is_pinnable:
+                self._pinned.append(self._address + at)
 
     def fit(self, size_bytes: int) -> None:
         """Set the file's size. Raises OSError, also if memory is short."""
         if size_bytes == self._size:
             return
-        self._map, self._size = None, 0
+        self._unmap()
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.ftruncate(fd, size_bytes)

@@ -63,7 +63,7 @@ class Mirror:
         self._parts: list[ReducedParts] = []
         self._use(paths)
         self._limit_bytes, self._limit_share = 0, 0.0
-        self._took_s: tuple[float, ...] = ()  # processor time of the newest copies
+        self._took_s: tuple[float, ...] = ()  # of the newest copies
         self._steps_s: tuple[float, ...] = ()  # between the newest steps
         self._began_s = 0.0
         self.is_wanted = False
@@ -125,6 +125,7 @@ class Mirror:
         """
         if not self.is_on or self._copying is None:
             return
+        began_s = time.monotonic()
         try:
             is_state = self._copying.result()
             slot = self._slots[slot_of(boundary - 1)]
@@ -132,6 +133,8 @@ class Mirror:
             stepping = None if session.has_collective_steps else optimizer
             if is_state and not self._why_no_step and self._keep_step(slot, stepping, session[PostStepWeights].is_kept):
                 self._note(SlotContent(boundary - 1, has_state=True, has_step=True))
+            if accelerator.in_use() is not None:  # beside the device's work a copy costs what is waited for it here
+                self._check_cost(time.monotonic() - began_s)
             if not self._has_reported:
                 self._has_reported = True
                 size = self._size_bytes()
@@ -258,8 +261,12 @@ class Mirror:
                 return False  # a backward has shown meanwhile which gradients belong to the state
             slot.lay_out(layout, state, weights)
             began_s = time.thread_time()
-            torch._foreach_copy_(slot.state, state)
-        self._check_cost(time.thread_time() - began_s)
+            torch._foreach_copy_(slot.state, state, non_blocking=True)
+            accelerator.finish_here()
+        if accelerator.in_use() is None:
+            self._check_cost(time.thread_time() - began_s)
+        else:
+            slot.memory.pin_more()
         if kept.why_not():
             return False
         self._note(SlotContent(boundary, has_state=True, has_step=False))
@@ -288,11 +295,13 @@ class Mirror:
                 return False
             targets.append(slot.gradients[at])
             sources.append(local)
-        with torch.no_grad():
+        with torch.no_grad(), accelerator.beside(accelerator.mark()):
             if targets:
-                torch._foreach_copy_(targets, sources)
+                torch._foreach_copy_(targets, sources, non_blocking=True)
             if is_kept:
-                torch._foreach_copy_(slot.before, [local_of(parameter).detach() for _, parameter, *_ in rows])
+                before = [local_of(parameter).detach() for _, parameter, *_ in rows]
+                torch._foreach_copy_(slot.before, before, non_blocking=True)
+            accelerator.finish_here()
             slot.marks.copy_(torch.tensor(marks, dtype=torch.uint8))
         return True
 
@@ -309,7 +318,7 @@ class Mirror:
     def _check_cost(self, took_s: float) -> None:
         """Raises NotRepairableError if all of the newest copies have taken a larger share of a step than they may.
 
-        took_s   processor time of the copy that was just made
+        took_s   of the copy that was just made: processor time, on a device the time for which it was waited
         """
         self._took_s = (*self._took_s, took_s)[-_LOOKED_AT:]
         copy_s, step_s = min(self._took_s), min(self._steps_s, default=0.0)

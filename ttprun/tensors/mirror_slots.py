@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from ttprun.device import accelerator
 from ttprun.introspect import fail_open
 from ttprun.introspect.model_tensors import local_of
 from ttprun.protocol.board import SlotContent
@@ -240,7 +241,8 @@ class ReducedParts:
             self._check_room(more)
         self._fit(offset + result.nbytes)
         self._write(at, _NOTHING)
-        self._memory.tensor(offset, result).copy_(result.detach())
+        with accelerator.beside():  # it has completed, and waits for nothing that the script computes meanwhile
+            self._memory.tensor(offset, result).copy_(result.detach())
         self._write(at, key)
 
     def release(self) -> None:

@@ -285,6 +285,17 @@ def drains() -> int:
     return count
 
 
+def exposed() -> int:
+    """Collectives whose end the host has awaited while the device had nothing to do; only the simulated one counts."""
+    count: int = _C.exposed()
+    return count
+
+
+def _sleep(ms: float) -> None:
+    """A kernel that takes so long, as torch.cuda._sleep."""
+    _C.sleep(ms)
+
+
 def _report_copies() -> None:
     """Append the counts to the file that SIMULATED_NPU_COPIES names."""
     with open(os.environ["SIMULATED_NPU_COPIES"], "a", encoding="utf-8") as report:

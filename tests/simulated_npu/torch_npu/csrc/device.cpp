@@ -177,6 +177,10 @@ void Queue::drain_uncounted() {
 
 bool Queue::is_idle() {
   check_capture("aclrtStreamQuery");
+  return is_idle_unasked();
+}
+
+bool Queue::is_idle_unasked() {
   std::lock_guard<std::mutex> lock(mutex);
   return finished == pushed;
 }
@@ -602,6 +606,20 @@ void synchronize(const MarkPtr& mark, int index) {
 }
 
 int64_t drains() { return g_drains; }
+
+bool Device::is_computing() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return std::any_of(queues.begin(), queues.end(), [](const auto& one) { return one.second->computes && !one.second->is_idle_unasked(); });
+}
+
+bool is_computing(int index) { return device(index).is_computing(); }
+
+void sleep_on(const c10::Stream& stream, double ms) {
+  Task task;
+  task.run = [ms] { std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms)); };
+  queue_of(stream).computes = true;
+  queue_of(stream).push(std::move(task));
+}
 
 bool is_over() { return g_is_over; }
 

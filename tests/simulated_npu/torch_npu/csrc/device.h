@@ -63,6 +63,8 @@ class Queue {
   void drain();
   void drain_uncounted();
   bool is_idle();
+  bool is_idle_unasked();
+  std::atomic<bool> computes{false};   // kernels run here, and not collectives alone
   const int device;
  private:
   void work();
@@ -99,6 +101,7 @@ class Device {
   Queue& queue(c10::StreamId id);
   c10::StreamId new_stream();
   void synchronize();
+  bool is_computing();
 
   // For a tensor of this stream.
   Held allocate(size_t size, c10::StreamId stream);
@@ -183,6 +186,11 @@ void check_capture(const char* what);
 // End all threads at the interpreter's exit: wait a second for running work, and run no more.
 void shutdown();
 bool is_over();
+
+// Whether the device has work on a stream of the script's: one on which a kernel was given to it.
+bool is_computing(int index);
+// A kernel that takes so long.
+void sleep_on(const c10::Stream& stream, double ms);
 
 int64_t now_us();
 

@@ -15,6 +15,8 @@ void stop_hccl(int device);
 void resume_hccl(int device);
 // The next collective of this process meets this error.
 void break_next_collective(int state);
+// Operations that the host has first seen complete while the device had nothing else to do.
+int64_t exposed();
 // What Python has of a group beyond torch's Backend.
 void bind_hccl(pybind11::module_& m);
 

@@ -75,6 +75,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_capturing", &npu::is_capturing);
   m.def("copied_to_host", &npu::copied_to_host);
   m.def("drains", &npu::drains);
+  m.def("exposed", &npu::exposed);
+  m.def("sleep", [](double ms) { npu::sleep_on(npu::current_stream(npu::current_device()), ms); });
   m.def("reset_peak", [](int index) { npu::device(index).reset_peak(); });
 
   py::module_::import("torch.distributed");
