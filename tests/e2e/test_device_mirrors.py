@@ -29,5 +29,5 @@ def test_a_rank_of_fsdp2_on_a_device_is_replaced_from_its_mirror_and_nothing_dif
     result = run_ttprun(SCRIPT, 2, faults=faults, script_args=ARGUMENTS, device="npu")
 
     assert_same_outcome(result, reference)
-    lost = [(incident["outcome"], incident["steps_lost"]) for incident in result.incidents]
-    assert lost == [("recovered", 0)] * len(faults), result.story()
+    answers = {(incident["outcome"], incident["steps_lost"]) for incident in result.incidents}
+    assert answers == {("recovered", 0)}, result.story()

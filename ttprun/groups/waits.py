@@ -21,7 +21,7 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.operations import REDUCING, Entry
 from ttprun.groups.work import ManagedWork
 from ttprun.introspect.current_rank import current
-from ttprun.introspect.frames import variable_of
+from ttprun.introspect.ownership import variable_of
 
 _wrapped: set[str] = set()  # of FSDP2's methods below; a release of torch may lack one
 
