@@ -434,4 +434,4 @@ def read_topology(path: Path) -> Topology:
     try:
         return TypeAdapter(Topology).validate_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not the topology of a run: {error}") from error
+        raise ValueError(f"{path} is not the topology of a run: {' '.join(str(error).split())[:200]}") from error
