@@ -106,7 +106,6 @@ def test_every_action_of_the_machine_and_every_order_to_a_node_has_exactly_one_r
     for rows, carrier in ((ACTIONS, Coordinator), (ORDERS, NodeAgent)):
         own = [method for method in rows.values() if "." not in method]
         assert all(hasattr(carrier, method) for method in own)
-        assert len({*rows.values()}) == len(rows)
 
 
 def test_the_agent_that_leads_takes_every_message_of_a_rank_by_one_table_but_for_what_concerns_its_node_alone() -> None:

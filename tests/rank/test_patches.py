@@ -59,6 +59,7 @@ class Thing:
     generator = None
     sampler = None
     num_workers = 0
+    _all_gather_result = None
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -100,6 +101,14 @@ CALLS: dict[str, Call] = {
     "safetensors.serialize_file": (({"weights": 1}, "file"), {"metadata": None}),
     "torch.distributed.distributed_c10d.batch_isend_irecv": (([],), {}),
     "torch.distributed.distributed_c10d.split_group": ((THING, [[0]]), {"group_desc": "half"}),
+    **{
+        f"torch.distributed.fsdp._fully_shard.{method}": ((THING,), {})
+        for method in (
+            "_fsdp_param_group.FSDPParamGroup.wait_for_unshard",
+            "_fsdp_param_group.FSDPParamGroup.post_backward",
+            "_fsdp_state.FSDPState._root_post_backward_final_callback",
+        )
+    },
     "torch.cuda.synchronize": ((0,), {}),
     "torch.accelerator.synchronize": ((0,), {}),
     "torch_npu.npu.synchronize": ((0,), {}),

@@ -12,7 +12,7 @@ from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.reason import Reason
-from ttprun.rank.replay.recovery import Recovery
+from ttprun.rank.replay import recovery_orders
 from ttprun.rank.step.commit_barrier import commit
 
 LIMIT_S = 60.0
@@ -29,8 +29,7 @@ def session() -> Iterator[Rank]:
 def frozen_at(session: Rank, order: to_rank.Freeze) -> int:
     """The boundary that a survivor reports, whose main thread comes to the commit of boundary 1 only then."""
     session.board.announce(SURVIVOR, Field.RECORDED, 1)
-    recovery = Recovery(session)
-    freezing = threading.Thread(target=recovery._freeze, args=(order,), daemon=True)
+    freezing = threading.Thread(target=recovery_orders.freeze, args=(session, order, lambda: None), daemon=True)
     freezing.start()
     session.board.wait_for_change(SURVIVOR, Field.HELD, 0, LIMIT_S)
 
