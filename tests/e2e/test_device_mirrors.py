@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_same_outcome
@@ -31,3 +33,17 @@ def test_a_rank_of_fsdp2_on_a_device_is_replaced_from_its_mirror_and_nothing_dif
     assert_same_outcome(result, reference)
     answers = {(incident["outcome"], incident["steps_lost"]) for incident in result.incidents}
     assert answers == {("recovered", 0)}, result.story()
+
+
+def test_the_host_waits_for_fsdp2_where_the_device_has_other_work(
+    run_ttprun: RunTtprun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step's 27 waits some 5 are left in which the device idles; as many as in a model of half as many layers."""
+    monkeypatch.setenv("SIMULATED_NPU_KIND", "nccl")
+    monkeypatch.setenv("SIMULATED_NPU_TIMES", "all_gather=10,reduce_scatter=20,allreduce=20")
+    arguments = ["--layout=fsdp2", "--blocks=8", "--steps=12", "--width=32", "--with=long"]
+
+    result = run_ttprun(SCRIPT, 2, script_args=arguments, device="npu")
+
+    waits, steps = map(int, re.findall(r"(\d+) exposed waits in (\d+) steps", "".join(result.stdout[0]))[0])
+    assert waits <= 10 * steps, result.story()

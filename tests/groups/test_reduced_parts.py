@@ -83,6 +83,24 @@ def test_what_was_issued_before_proves_nothing_though_it_completes_later() -> No
     assert not reducing.is_settled
 
 
+def test_what_a_member_waits_for_later_is_held_until_one_is_issued_after_that_wait() -> None:
+    journal, group = Journal(1 << 20), FakeGroup()
+    journal.may_settle = True
+    first = issue(journal, group, "reduce_scatter_single")
+    journal.put_off(first)
+    gathering = issue(journal, group, "all_gather_single")
+    (waited,) = journal.take_put_off(lambda entry: True)
+
+    complete(journal, waited)
+    journal.note_waited(waited)
+    second = issue(journal, group, "reduce_scatter_single")
+    complete(journal, gathering)
+    assert not first.is_settled  # members may have issued the gather before they had waited for the reduction
+    complete(journal, second)
+    assert first.is_settled
+    assert not journal.take_put_off(lambda entry: True)
+
+
 def test_a_lent_input_is_not_copied_and_its_memory_is_not_used_again() -> None:
     journal = Journal(1 << 20)
     entry = issue(journal, FakeGroup(), "reduce_scatter_single")
