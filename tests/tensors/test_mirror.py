@@ -12,7 +12,7 @@ import torch
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.introspect.current_rank import Rank as Session
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import SLOTS, Board, Field, slot_of, unpack_slot
+from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, slot_of, unpack_slot
 from ttprun.tensors import mirror, optimizer_registry
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Stored
@@ -135,6 +135,21 @@ def test_a_rank_lost_inside_a_step_comes_back_by_taking_it_again(make: Make, pat
 
     assert way == "step"
     assert comes_back(lost, way, paths[slot], make, steps_before=1)
+
+
+def test_a_slot_gives_nothing_while_it_is_written(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, copy, meanwhile = Rank(OPTIMIZERS["adam"], 1, paths), torch._foreach_copy_, []
+
+    def copied(*tensors: list[torch.Tensor], **named: bool) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            meanwhile.append(lost.board.get(0, CELLS[slot_of(lost.boundary)]))
+        copy(*tensors, **named)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copied)
+    lost.step(2 * SLOTS)
+    lost.session[Mirror].end()
+
+    assert meanwhile == [EMPTY_SLOT.pack()] * 2 * SLOTS
 
 
 def test_until_the_next_state_is_there_the_step_before_it_can_be_taken_again(paths: list[str]) -> None:

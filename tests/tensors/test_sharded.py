@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -431,3 +432,27 @@ def test_a_gradient_is_cut_like_its_parameter_only_if_each_rank_holds_the_same_p
         parameter_again = DTensor(parameter._local_tensor, parameter._spec, requires_grad=False)
         assert sharded.are_cut_alike(parameter_again, parameter)
     assert found == [True, True, False, False]
+
+
+class Announced(dict[str, bytes]):
+    """What ranks tell each other by way of their agents."""
+
+    address = "127.0.0.1"
+
+    def put(self, generation: int, key: str, value: bytes) -> None:
+        self[key] = value
+
+    def get(self, generation: int, key: str, limit_s: float) -> bytes:
+        return self[key]
+
+
+def test_over_nodes_only_who_sends_the_token_gets_the_state() -> None:
+    values = Announced()
+    place = state_transfer.OverNodes(values, 1, "repair", limit_s=5.0)
+    with place.listen(1):
+        token = values["repair"].split()[2]
+        for sent, is_admitted in ((token, True), (b"0" * len(token), False)):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                theirs.sendall(sent)
+                assert place.admits(ours) is is_admitted
