@@ -10,6 +10,7 @@ from torch_npu import breaking
 from torch_npu.breaking import State
 
 from ttprun.capture.records.evidence import REGION_BYTES, Evidence
+from ttprun.device import accelerator
 from ttprun.introspect import host_copies
 from ttprun.introspect.current_rank import INPUT
 from ttprun.introspect.tensor_bytes import bytes_of, content_of, folded, plain_together
@@ -29,6 +30,23 @@ def busy() -> torch.Tensor:
     """Work that the device has begun, and not ended."""
     large = torch.ones(TOO_LONG, TOO_LONG, device="npu")
     return large @ large @ large
+
+
+def test_our_own_stream_waits_for_an_event_alone_and_what_it_was_given_is_done_when_it_is_finished() -> None:
+    small, event = torch.ones(3, device="npu"), torch.npu.Event()
+    torch.npu.synchronize()
+    busy()
+    event.record()
+    target = torch.zeros(3)
+
+    with accelerator.beside():
+        target.copy_(small, non_blocking=True)
+        accelerator.finish_here()
+    assert target.sum() == 3
+    assert not event.query()
+    with accelerator.beside(event):
+        accelerator.finish_here()
+    assert event.query()
 
 
 def test_small_tensors_are_copied_together_whatever_their_types() -> None:
