@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ttprun.groups import waits
 from ttprun.groups.journal import Journal
 from ttprun.groups.operations import Entry, Input
 from ttprun.tensors.mirror_slots import ReducedParts
@@ -98,7 +100,29 @@ def test_what_a_member_waits_for_later_is_held_until_one_is_issued_after_that_wa
     assert not first.is_settled  # members may have issued the gather before they had waited for the reduction
     complete(journal, second)
     assert first.is_settled
+    journal.put_off(second)
+    journal.clear()
     assert not journal.take_put_off(lambda entry: True)
+
+
+def test_of_a_gather_whose_result_nobody_knows_all_that_are_put_off_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    journal, group = Journal(1 << 20), FakeGroup()
+    monkeypatch.setattr(waits, "current", lambda: SimpleNamespace(get=lambda _: journal))
+    unshard = waits.wrap_wait_for_unshard(lambda _: "unpacked")
+    gathers = [issue(journal, group, "all_gather_single") for _ in range(2)]
+    for entry in gathers:
+        entry.is_done = True
+        journal.put_off(entry)
+
+    def unpack(result: torch.Tensor) -> int:
+        assert unshard(SimpleNamespace(_all_gather_result=SimpleNamespace(all_gather_output=result))) == "unpacked"
+        return len(journal._put_off)
+
+    assert unpack(gathers[1].outputs[0]) == 1  # that alone
+    journal.put_off(gathers[1])
+    assert unpack(torch.zeros(1)) == 0
 
 
 def test_a_lent_input_is_not_copied_and_its_memory_is_not_used_again() -> None:

@@ -197,6 +197,7 @@ class Journal:
             self.received = {}
             self.settled = {}
             self._unsettled.clear()
+            self._put_off.clear()  # all was waited for before the commit
             self._numbers.clear()
             self.held_bytes = sum(entry.size_bytes for entry in carried)
             self._steps += 1
@@ -288,6 +289,8 @@ class Journal:
 
     def take_put_off(self, is_wanted: Callable[[Entry], bool]) -> list[Entry]:
         """What was put off and is waited for now, oldest first."""
+        if not self._put_off:
+            return []
         with self.lock:
             taken = [entry for entry in self._put_off if is_wanted(entry)]
             self._put_off = [entry for entry in self._put_off if entry not in taken]

@@ -62,14 +62,17 @@ def _takes_it_over(parameter: Any) -> bool:
     return sharded.grad is None and not parameter.offload_to_cpu and not hooks
 
 
-def _wait_for(is_wanted: Callable[[Entry], bool]) -> None:
+def _wait_for(is_wanted: Callable[[Entry], bool]) -> bool:
+    """Wait for what was put off, and is wanted now; returns whether that was anything."""
     session = current()
     journal = None if session is None else session.get(Journal)
     if journal is None:
-        return
-    for entry in journal.take_put_off(is_wanted):
+        return False
+    entries = journal.take_put_off(is_wanted)
+    for entry in entries:
         ManagedWork(journal, entry).wait()
         journal.note_waited(entry)
+    return bool(entries)
 
 
 def _is_reducing(entry: Entry) -> bool:
@@ -82,7 +85,9 @@ def wrap_wait_for_unshard(original: Any) -> Any:
 
     def wait_for_unshard(group: Any) -> Any:
         if (gathered := group._all_gather_result) is not None:
-            _wait_for(lambda entry: bool(entry.outputs) and entry.outputs[0] is gathered.all_gather_output)
+            output = gathered.all_gather_output
+            if not _wait_for(lambda entry: bool(entry.outputs) and entry.outputs[0] is output):
+                _wait_for(lambda entry: not _is_reducing(entry))  # whatever it was gathered by is among these
         return original(group)
 
     return wait_for_unshard

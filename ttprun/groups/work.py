@@ -67,7 +67,7 @@ class ManagedWork(Work):
                 entry.group.session[Results].note_return()
 
     def _is_put_off(self, entry: Entry) -> bool:
-        """Let the caller's stream alone wait now, and the host later (gathers.py); returns whether it does."""
+        """Let the caller's stream alone wait now, and the host later (waits.py); returns whether it does."""
         entry.is_read_later = False
         if entry.is_done or entry.inner is None:
             return False

@@ -235,9 +235,8 @@ class Mirror:
         except Exception as error:
             if _count() == count and not session.diagnose(error).is_known:
                 raise
-            return (
-                False  # parameters were added meanwhile, or the script meets its device's error, too: the next has it
-            )
+            # Parameters were added meanwhile: the next copy has them. Or the script meets this error of its device.
+            return False
 
     def _copied(self, session: Rank, boundary: int) -> bool:
         number = slot_of(boundary)
