@@ -116,6 +116,39 @@ def test_an_operation_that_is_left_to_torch_needs_nothing_of_the_devices_module(
     assert events == ["connects"]
 
 
+class Pairs(Backend):
+    """Whose messages are noted as well."""
+
+    def send(self, tensors: Any, peer: int, tag: int) -> Work:
+        self.events.append(f"sends to {peer}")
+        return Work()
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> Work:
+        self.events.append(f"receives from {peer}")
+        return Work()
+
+
+def test_two_ranks_make_a_communicator_for_their_messages_and_wait_for_no_third() -> None:
+    """The third never comes; each is in C++ only when the other is about to be."""
+    events: list[list[str]] = [[], []]
+    places = [member(exchange, rank, 3) for rank, exchange in enumerate(exchanges(3))]
+    for exchange in {place.exchange for place in places}:
+        for rank in range(3):
+            exchange.deliver(1, f"group key/meta/here {rank}", b"-")
+    pair = [link_of(place, Pairs(noted)) for place, noted in zip(places[:2], events, strict=True)]
+    of_each = [(ARGS[0], 1 - rank, 0) for rank in range(2)]
+
+    first, failed = on_thread(pair[0].make_ready, of_each[0])
+    assert not events[0]
+    pair[1].make_ready(of_each[1])
+    first.join(LIMIT_S)
+
+    assert (failed, events) == ([], [["sends to 1"], ["receives from 0"]])
+    assert [link.is_ready(args) for link, args in zip(pair, of_each, strict=True)] == [True, True]
+    assert not pair[0].is_ready((ARGS[0], 2, 0))
+    assert not pair[0].is_ready(ARGS)
+
+
 def test_a_second_fault_while_a_communicator_is_made_is_answered_and_the_backend_left_to_its_thread() -> None:
     (exchange,) = exchanges(1)
     events: list[str] = []

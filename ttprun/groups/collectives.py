@@ -37,7 +37,7 @@ from ttprun.introspect.current_rank import INPUT, Rank
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.ownership import calls_key, location_key
 from ttprun.introspect.stages import Stage
-from ttprun.introspect.tensor_bytes import bytes_of, sampled
+from ttprun.introspect.tensor_bytes import bytes_of, sampled, sampled_later
 from ttprun.protocol.board import OPERATION_NAMES, Phase
 from ttprun.protocol.reason import Reason
 
@@ -354,15 +354,22 @@ class Message(Entry):
     sequence = ""
     signature = ""
     members: Sequence[int] = ()
+    _digest = ""
+    _received: Any = None  # parts of what has come on a device, and what makes a digest of their copies
 
     def __init__(self, group: Any, op: str, args: tuple[Any, ...]) -> None:
         (tensor,), peer, tag = args
         super().__init__(group, op, args, [tensor] if op == "recv" else [])
         ends = (group.rank(), peer) if op == "send" else (peer, group.rank())
         self.members = [group.ranks[end] for end in ends]
-        self.sequence = f"{group.group_name}: {self.members[0]} to {self.members[1]}, tag {tag}"
+        # NCCL and HCCL have no tags: a pair's messages come in the order in which they are issued.
+        way = f"tag {tag}" if tensor.is_cpu else f"on {tensor.device.type}"
+        self.sequence = f"{group.group_name}: {self.members[0]} to {self.members[1]}, {way}"
         self.signature = f"message of {tensor.nbytes} bytes"
+        self.device = tensor.device
         self._bytes = tensor.nbytes
+        if not tensor.is_cpu:
+            self.stream = accelerator.current_stream()
 
     def digest_of(self, tensor: torch.Tensor) -> str:
         """A digest of its content, by which the sender and the receiver compare it: 16 hexadecimal digits.
@@ -371,6 +378,13 @@ class Message(Entry):
         """
         return f"{sampled((tensor.detach(),), self.number)[0]:016x}"
 
+    def digest(self) -> str:
+        """As in Entry; of what has come on a device it is made here, for which that is waited for."""
+        if self._received is not None:
+            parts, finish = self._received
+            self._received, self._digest = None, f"{finish([part.cpu() for part in parts])[0]:016x}"
+        return self._digest
+
     def send_copy(self) -> None:
         """As in Entry: the script may change its tensor."""
         if self.input.tensors:
@@ -378,8 +392,11 @@ class Message(Entry):
 
     def note_result(self) -> None:
         """It has completed; the script does not know yet."""
-        if self.outputs:
-            self.digest = self.digest_of(self.outputs[0])
+        if self.outputs and self.outputs[0].is_cpu:
+            self._digest = self.digest_of(self.outputs[0])
+        elif self.outputs:
+            with accelerator.on(self.stream):  # that may write to it next
+                self._received = sampled_later([self.outputs[0].detach()], self.number)
 
     def release(self) -> None:
         """What was received is the script's alone."""
@@ -391,7 +408,8 @@ class Message(Entry):
         """The arguments to issue it in another generation; on scratch tensors, if it has completed here."""
         if not self.is_done:
             return self.args
-        scratch = [tensor.clone() for tensor in self.args[0]] or [torch.empty(self._bytes, dtype=torch.uint8)]
+        scratch = [tensor.clone() for tensor in self.args[0]]
+        scratch = scratch or [torch.empty(self._bytes, dtype=torch.uint8, device=self.device)]
         return (scratch, *self.args[1:])
 
 
@@ -405,11 +423,13 @@ def issue_message(session: Rank, group: Any, op: str, args: tuple[Any, ...]) -> 
     """
     journal = session[Journal]
     tensor = args[0][0]
-    if op == "recv_anysource" or not tensor.is_cpu:
+    if op == "recv_anysource" or not _may_repair(session, group, tensor.device):
         return _pass_on(session, group, op, args, tensor)
     is_skipped = stages.reached_collective(op, args[0] if op == "send" else ())
     if not is_skipped:
         session.meet(_NUMBERS[op], _MISSED_BY_NONE)
+    if session.unprotected.text and not (is_skipped or tensor.is_cpu) and session.mode.is_live:
+        return group.links.issue_plainly(op, args)  # as for collectives
     message = Message(group, op, args)
     group.messages.add((message.members[0], message.members[1]))
     if session.framework is not None:
@@ -431,6 +451,13 @@ def issue_message(session: Rank, group: Any, op: str, args: tuple[Any, ...]) -> 
     group.enter(message, [tensor] if op == "send" else [])
     stages.reached("collective")
     return ManagedWork(journal, message)
+
+
+def _may_repair(session: Rank, group: Any, device: torch.device) -> bool:
+    """Whether messages of tensors there are repaired; not while they are captured in a graph of the device."""
+    if device.type == "cpu":
+        return True
+    return session.framework is None and group.is_repaired(device.type) and not accelerator.is_capturing()
 
 
 def _pass_on(session: Rank, group: Any, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:

@@ -3,10 +3,11 @@
 Addresses are exchanged through the agent, so that needs no port, and a wait for a peer that will never come ends with
 the generation.
 
-A backend for devices has one communicator for each device of this process (`Communicators.make`). NCCL and HCCL make
-one within the first collective on a device: they block in C++, without a limit and deaf to an abort, until all members
-have come. If a member is lost meanwhile, that thread is lost, too. So they are made here, on a thread that may be left
-behind, once all members have said that they are about to. Whoever waits for it waits in Python, and no longer than the
+A backend for devices has one communicator for each device of this process (`Communicators.make`), and one for each pair
+of ranks with messages, unless the script has given its device. NCCL and HCCL make one within the first collective on a
+device, or a pair's first message: they block in C++, without a limit and deaf to an abort, until all members have come.
+If a member is lost meanwhile, that thread is lost, too. So they are made here, on a thread that may be left behind,
+once all members have said that they are about to. Whoever waits for it waits in Python, and no longer than the
 generation lasts.
 """
 
@@ -277,9 +278,8 @@ class Communicators:
     def __init__(self, member: GroupMember, device_type: str, prefix: str) -> None:
         self._member = member
         self._prefix = prefix
-        self._made: dict[
-            int, Exception | None
-        ] = {}  # index of a device -> why there is no communicator, None: there is
+        # (index of a device, other rank of a pair) -> why there is no communicator, None: there is
+        self._made: dict[tuple[int, int | None], Exception | None] = {}
         self._making = threading.Lock()
         self.is_left = False
         device = member.device
@@ -298,53 +298,61 @@ class Communicators:
         """Whether there is one."""
         return bool(self._made)
 
-    def has(self, device: torch.device) -> bool:
-        """Whether an operation on this device does not block: its communicator is there, or could not be made."""
-        return device.type == "cpu" or device.index in self._made
+    def has(self, device: torch.device, peer: int | None = None) -> bool:
+        """Whether an operation on this device does not block: its communicator is there, or could not be made.
 
-    def check(self, device: torch.device) -> None:
-        """Raise the error with which a communicator could not be made."""
-        error = self._made.get(device.index)
+        peer   the other rank of a pair that has one of its own; None: that of the whole group
+        """
+        return device.type == "cpu" or (device.index, peer) in self._made
+
+    def check(self, device: torch.device, peer: int | None = None) -> None:
+        """Raise the error with which a communicator could not be made; arguments as for `has`."""
+        error = self._made.get((device.index, peer))
         if error is not None:
             raise error.with_traceback(None)
 
-    def make(self, device: torch.device, link: Connecting, have_met: bool = False) -> None:
+    def make(self, device: torch.device, link: Connecting, have_met: bool = False, peer: int | None = None) -> None:
         """Make the communicator on a device, if there is none; an error is kept for `check`.
 
         have_met   all members are known to be about to make it
+        peer       as for `has`
 
         Blocks until all members have made it, and no longer than a collective may last. Raises GenerationOverError if
         the generation ends first.
         """
         with self._making:
-            if self.has(device):
+            if self.has(device, peer):
                 return
-            number = len(self._made)
+            members = range(self._member.size) if peer is None else sorted({self._member.rank, peer})
+            number = sum(other == peer for _, other in self._made)
+            name = str(number) if peer is None else f"{number} of {members}"
             try:
                 if have_met and not self._member.is_given:
                     stages.reached("connect")
                 elif not have_met:  # a member may come late to its first collective
-                    self._tell(f"connects {number}", b"1", max(CONNECT_LIMIT, self._member.op_limit))
-                self._make_on_thread(number, device, link)
+                    self._tell(f"connects {name}", b"1", max(CONNECT_LIMIT, self._member.op_limit), members)
+                self._make_on_thread(name, device, link, peer)
             except TimeoutError as error:
-                self._made[device.index] = RuntimeError(f"a communicator could not be made: {error}")
+                self._made[device.index, peer] = RuntimeError(f"a communicator could not be made: {error}")
 
-    def _tell(self, what: str, value: bytes, limit: timedelta = CONNECT_LIMIT) -> list[bytes]:
-        """Say something to all members, and wait until all have said theirs."""
+    def _tell(
+        self, what: str, value: bytes, limit: timedelta = CONNECT_LIMIT, members: Sequence[int] = ()
+    ) -> list[bytes]:
+        """Say something to these members, or all, and wait until each has said its own."""
         member = self._member
         member.exchange.put(member.generation, f"{self._prefix}{what} {member.rank}", value)
         limit_s = limit.total_seconds()
-        keys = [f"{self._prefix}{what} {peer}" for peer in range(member.size)]
+        keys = [f"{self._prefix}{what} {peer}" for peer in members or range(member.size)]
         return [member.exchange.get(member.generation, key, limit_s) for key in keys]
 
-    def _make_on_thread(self, number: int, device: torch.device, link: Connecting) -> None:
+    def _make_on_thread(self, name: str, device: torch.device, link: Connecting, peer: int | None) -> None:
         exchange, generation = self._member.exchange, self._member.generation
-        ended = f"{self._prefix}has connected {number}"
+        ended = f"{self._prefix}has connected {name}"
         failed: list[Exception] = []
 
         def connect() -> None:
             try:
-                self._connect(device, link)
+                self._connect(device, link, peer)
             except Exception as error:
                 failed.append(error.with_traceback(None))
             self.is_left = False
@@ -353,11 +361,11 @@ class Communicators:
         self.is_left = True
         threading.Thread(target=connect, name="ttprun-connecting", daemon=True).start()
         exchange.get(generation, ended, max(CONNECT_LIMIT, self._member.op_limit).total_seconds())
-        self._made[device.index] = failed[0] if failed else None
+        self._made[device.index, peer] = failed[0] if failed else None
 
-    def _connect(self, device: torch.device, link: Connecting) -> None:
+    def _connect(self, device: torch.device, link: Connecting, peer: int | None) -> None:
         """Have the backend make its communicator, as torch does: at once, if the script has given the device, and else
-        within the first collective."""
+        within the first collective, or the first message of a pair."""
         backend, module = link.backend, getattr(torch, device.type)
         module.set_device(device.index)
         connect = getattr(backend, "eager_connect_single_device", None) if self._member.is_given else None
@@ -368,7 +376,11 @@ class Communicators:
             options: Any = dist.AllreduceOptions()
             options.asyncOp = True
             with module.stream(module.Stream(device)):  # not behind what the script has still running
-                work = backend.allreduce([torch.zeros(1, device=device)], options)
+                tensors = [torch.zeros(1, device=device)]
+                if peer is None:
+                    work = backend.allreduce(tensors, options)
+                else:
+                    work = (backend.send if self._member.rank < peer else backend.recv)(tensors, peer, 0)
         self.is_left = False
         if link.is_aborted:  # which this thread has missed, as it could not be reached
             link.abort()

@@ -99,7 +99,10 @@ class LateLink:
         self._store = ExchangeStore(member.exchange, member.generation, prefix)
         self.backend: Any = make(self._store, member)
         self.needs_stop = hasattr(self.backend, "abort_hccl_comm")
-        self._newest: Any = None  # the newest work of a backend that needs a stop: its operations end in order
+        self._running: list[Any] = []  # works of a backend that needs a stop
+        # torch sends over the group's communicator where that was made at once, in a batch, and else over a pair's own.
+        self._has_pairs = not (member.is_given and hasattr(self.backend, "eager_connect_single_device"))
+        self._is_batching = False
         if _abort_of(self.backend) is None:
             self.why_not = f"{_NOT_ENDED} (its backend {type(self.backend).__name__} has no abort())"
         self._group: Any = self.backend
@@ -128,15 +131,20 @@ class LateLink:
 
     def is_ready(self, args: tuple[Any, ...]) -> bool:
         """Whether an operation with these arguments would not block in C++ for its members to connect."""
-        return self.is_aborted or self._communicators.has(self.device_of(args))
+        return self.is_aborted or self._communicators.has(self.device_of(args), self._peer_in(args))
 
     def make_ready(self, args: tuple[Any, ...]) -> None:
-        """Make the communicator for these arguments, if there is none, see `Communicators.make`; for collectives alone.
+        """Make the communicator for these arguments, if there is none, see `Communicators.make`.
 
         Not under the journal's lock.
         """
         if not self.is_ready(args):
-            self._communicators.make(self.device_of(args), self)
+            self._communicators.make(self.device_of(args), self, peer=self._peer_in(args))
+
+    def _peer_in(self, args: tuple[Any, ...]) -> int | None:
+        """The other rank of a message that goes over a pair's own communicator."""
+        is_message = len(args) == 3 and type(args[1]) is int
+        return args[1] if is_message and self._has_pairs and not self._is_batching else None
 
     def device_of(self, args: tuple[Any, ...]) -> torch.device:
         """The device that carries out a collective; a barrier has no tensors."""
@@ -156,7 +164,7 @@ class LateLink:
 
     def wait_for(self, work: Any) -> None:
         """Wait for the backend's work, and no longer than until the link is aborted. Raises an error of either."""
-        self._newest = work
+        self._running.append(work)
         LateWork(self, work).wait()
 
     # Operations.
@@ -178,14 +186,13 @@ class LateLink:
     def _late(self, work: Any, op: str) -> LateWork:
         if work is None and op not in POINT_TO_POINT:
             self.why_not = self.why_not or f"{_NOT_ENDED} (its backend returns no work for an asynchronous {op})"
-        if self.needs_stop:
-            self._newest = work
+        if self.needs_stop and work is not None:
+            self._running = [*(one for one in self._running if not one.is_completed()), work]
         return LateWork(self, work)
 
     def is_busy(self) -> bool:
         """See `Link.is_busy`; what was left to torch is not known."""
-        newest = self._newest
-        return newest is not None and not newest.is_completed()
+        return not all(work.is_completed() for work in self._running)
 
     def issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
         """As torch does: the backend's own work, or None; nothing is waited for beside it.
@@ -199,9 +206,9 @@ class LateLink:
         return self._call(op, args)
 
     def _prepare(self, op: str, args: tuple[Any, ...]) -> None:
-        if op not in POINT_TO_POINT and not self.is_aborted:
+        if not self.is_aborted and not self._is_batching:
             self.make_ready(args)
-            self._communicators.check(self.device_of(args))
+            self._communicators.check(self.device_of(args), self._peer_in(args))
 
     def _call(self, op: str, args: tuple[Any, ...]) -> Any:
         options: Any = args[-1] if args else None
@@ -214,10 +221,12 @@ class LateLink:
 
     def begin_batch(self, device: torch.device) -> None:
         """Operations from now on are started together, by `end_batch`."""
+        self._is_batching = True
         self._group._start_coalescing(device)
 
     def end_batch(self, device: torch.device) -> Any:
         """Returns the work of all operations since `begin_batch`, or None as the backend does."""
+        self._is_batching = False
         return self._group._end_coalescing(device)
 
     # The end.
@@ -245,7 +254,8 @@ class LateLink:
     def drop(self) -> None:
         """Forget the backend, without waiting for its destructor: that joins the backend's threads, which may wait."""
         references = [self.__dict__.pop(name, None) for name in ("backend", "_group")]
-        self.backend = self._group = self._newest = None
+        self.backend = self._group = None
+        self._running = []
         if self._communicators.is_left or sys.is_finalizing():
             leak(references)
         elif references[0] is not None:

@@ -272,8 +272,8 @@ def known(member: Rank) -> dict[str, GroupJournal]:
             group = journals.setdefault(name, GroupJournal(list(entry.members), []))
             if entry.is_settled:
                 group.settled.append(entry.number)
-            if entry.digest and len(group.received) == len(group.issued):
-                group.received.append(entry.digest)
+            if len(group.received) == len(group.issued) and (digest := entry.digest()):
+                group.received.append(digest)
             if entry.is_done and (entry.result is not None or entry.input.is_kept):
                 group.results.append(len(group.issued))
             elif entry.is_done and entry.op in SAME_FOR_ALL:

@@ -60,7 +60,7 @@ SAME_FOR_ALL = frozenset(
 EXCHANGING = frozenset({"alltoall", "alltoall_base", "all_to_all_single"})
 # None of these completes anywhere before all members have issued it.
 OF_ALL_MEMBERS = GATHERING | {"allreduce", "allreduce_coalesced", "allgather", "barrier"}
-# Which argument of a point-to-point operation is sent, and which received; these are not repaired.
+# Which argument of a point-to-point operation is sent, and which received.
 POINT_TO_POINT: dict[str, tuple[int | None, int | None]] = {
     "send": (0, None),
     "recv": (None, 0),
@@ -248,7 +248,7 @@ class Entry:
     given       what another rank is sending in place of the operation: bytes of all outputs
     nan         "3 of 8 elements" if an input has NaN, else ""
     is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
-    device      of the tensors that were dropped
+    device      of the tensors that were dropped, or of a message's
     is_settled  all members have completed it: its inputs are dropped, and it is not issued again
     at          place in the order in which this rank has issued its collectives
     waited_at   the newest place in that order when the script's thread had waited for it
@@ -258,7 +258,6 @@ class Entry:
     is_carried  another thread's own, of a step before the newest boundary
     save        of a checkpoint, to which it belongs; None: to none
     number      since the boundary: in its sequence: of messages, or of borrowed entries
-    digest      of what was received with a message
     sends_copy  it is issued again with the copies alone: `send_copy`
     ready       event of the device after which its inputs are there, if another thread issues it
     """
@@ -289,7 +288,6 @@ class Entry:
     waited_at = 0
     is_read_later = False
     number = 0
-    digest = ""
     ready: Any = None
 
     def __init__(self, group: Any, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
@@ -342,6 +340,10 @@ class Entry:
 
     def send_copy(self) -> None:
         """It has been issued, and its inputs are copied: from now on, send these."""
+
+    def digest(self) -> str:
+        """Of what was received with a message; "" before that, and of a collective."""
+        return ""
 
     def note_result(self) -> None:
         """It has completed; the script does not know yet."""

@@ -19,13 +19,17 @@ CONNECT_LIMIT_S = 120.0  # HCCL_CONNECT_TIMEOUT's value unless it is set
 
 
 def _make(options: Any, further: Any = None) -> Any:
-    """One group. Its communicator is made by its first collective, or by an eager connect."""
+    """One group. A communicator is made by its first operation, that of all members also by an eager connect."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
 
-    def connect(generation: int) -> Any:
+    def connect(generation: int, peer: int) -> Any:
+        place, members, key = rank, size, f"hccl{generation}"
+        if peer >= 0:
+            low, high = sorted((rank, peer))
+            place, members, key = int(rank == high), 2, f"hccl{generation} of {low} and {high}"
         if _C.is_kind("connect"):
-            return dist.ProcessGroupGloo(dist.PrefixStore(f"hccl{generation}", store), rank, size, timeout=timeout)
-        return _Communicator(store, rank, size, f"hccl{generation}").made(timeout)
+            return dist.ProcessGroupGloo(dist.PrefixStore(key, store), place, members, timeout=timeout)
+        return _Communicator(store, place, members, key).made(timeout)
 
     return _C.make_hccl(rank, size, timeout, connect)
 

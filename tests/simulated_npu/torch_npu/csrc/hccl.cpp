@@ -146,7 +146,10 @@ class ProcessGroupHCCL final : public c10d::Backend {
     if (!is_kind("abort")) finish_all();
     reinit();
   }
-  void eagerConnectSingleDevice(at::Device) override { connected(); }
+  void eagerConnectSingleDevice(at::Device) override {
+    connected();
+    is_eager_ = true;
+  }
   Watchdog& watchdog() { return watchdog_; }
 
   void reinit() {
@@ -167,11 +170,26 @@ class ProcessGroupHCCL final : public c10d::Backend {
     is_batching_ = true;
     is_batch_async_ = is_kind("work");
     batch_.clear();
+    messages_.clear();
   }
   // As NCCL's: a Work, if the operations have one; sends and receives always have.
   c10::intrusive_ptr<c10d::Work> endCoalescing() override {
     is_batching_ = false;
     ++calls_["batch"];
+    if (!messages_.empty()) {  // all of a batch's messages are one kernel: none waits for another
+      Tensors sent, from, received, into;
+      std::vector<Carry> carries;
+      for (auto& one : messages_) {
+        auto& tensors = one.is_send ? sent : received;
+        auto& hosts = one.is_send ? from : into;
+        tensors.insert(tensors.end(), one.tensors.begin(), one.tensors.end());
+        hosts.insert(hosts.end(), one.hosts.begin(), one.hosts.end());
+        carries.push_back(one.carry);
+      }
+      messages_.clear();
+      batch_.push_back(issue_all("messages", true, c10d::OpType::COALESCED, sent, from, received, into, carries, ALL));
+      is_batch_async_ = true;
+    }
     auto work = c10::make_intrusive<BatchWork>(std::move(batch_));
     return is_batch_async_ ? std::move(work) : nullptr;
   }
@@ -252,14 +270,9 @@ class ProcessGroupHCCL final : public c10d::Backend {
       return gloo.alltoall_base((*into)[0], (*from)[0], to, of, opts);
     });
   }
-  Work send(Tensors& tensors, int to, int tag) override {
-    auto hosts = copies(tensors);
-    return issue("send", true, c10d::OpType::SEND, tensors, *hosts, {}, {}, [hosts, to, tag](c10d::Backend& gloo) { return gloo.send(*hosts, to, tag); }, 2 * to + 1);
-  }
-  Work recv(Tensors& tensors, int from, int tag) override {
-    auto hosts = copies(tensors);
-    return issue("recv", true, c10d::OpType::RECV, {}, {}, tensors, *hosts, [hosts, from, tag](c10d::Backend& gloo) { return gloo.recv(*hosts, from, tag); }, 2 * from + 2);
-  }
+  // Tags are not looked at: a pair's messages come in the order of the calls.
+  Work send(Tensors& tensors, int to, int) override { return message("send", c10d::OpType::SEND, tensors, to); }
+  Work recv(Tensors& tensors, int from, int) override { return message("recv", c10d::OpType::RECV, tensors, from); }
   Work barrier(const c10d::BarrierOptions& opts) override {
     const auto work = issue("barrier", is_async(opts, 0), c10d::OpType::BARRIER, {}, {}, {}, {}, [](c10d::Backend& gloo) { return gloo.barrier(); });
     if (!work && !is_batching_) finish(device(device_));  // a synchronous one blocks the host
@@ -267,13 +280,40 @@ class ProcessGroupHCCL final : public c10d::Backend {
   }
 
  private:
+  static constexpr int ALL = -1;  // the communicator of all members, and no pair's
+  struct Message {
+    bool is_send;
+    Tensors tensors, hosts;
+    Carry carry;
+  };
+
+  // As torch chooses: two ranks have a communicator of their own, whose first message makes it, with one stream for
+  // both directions; unless the group's was made at once, or messages are started together. A batch gives no Work
+  // for each.
+  Work message(const char* name, c10d::OpType op, Tensors& tensors, int peer) {
+    TORCH_CHECK(peer != rank_, "a message to this rank itself (simulated: only between two)");
+    const bool is_send = op == c10d::OpType::SEND, is_of_all = is_batching_ || is_eager_;
+    auto hosts = copies(tensors);
+    const int other = is_of_all ? peer : rank_ < peer ? 1 : 0;
+    Carry carry = [hosts, other, is_send](c10d::Backend& gloo) {
+      return is_send ? gloo.send(*hosts, other, 0) : gloo.recv(*hosts, other, 0);
+    };
+    if (is_batching_) {
+      ++calls_[name];
+      messages_.push_back({is_send, tensors, *hosts, carry});
+      return nullptr;
+    }
+    const Tensors none;
+    return issue_all(name, true, op, is_send ? tensors : none, is_send ? *hosts : none, is_send ? none : tensors, is_send ? none : *hosts, {carry}, is_of_all ? ALL : peer);
+  }
+
   template <typename Run>
   Work reduce_like(const char* name, c10d::OpType op, Tensors& tensors, const c10d::ReduceOp& reduce, bool is_async, Run run) {
     auto hosts = copies(tensors);
     const bool is_mean = reduce == c10d::ReduceOp::AVG;
     const c10d::ReduceOp by = is_mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : reduce;
     const int parts = is_mean ? size_ : 1;
-    return issue(name, is_async, op, tensors, *hosts, tensors, *hosts, [hosts, by, run](c10d::Backend& gloo) { return run(gloo, *hosts, by); }, 0, parts);
+    return issue(name, is_async, op, tensors, *hosts, tensors, *hosts, [hosts, by, run](c10d::Backend& gloo) { return run(gloo, *hosts, by); }, parts);
   }
 
   Work scattered(const char* name, c10d::OpType op, const Tensor& output, const Tensors& inputs, const c10d::ReduceOp& reduce, bool is_async) {
@@ -288,7 +328,7 @@ class ProcessGroupHCCL final : public c10d::Backend {
       for (auto& one : *from) parts.push_back(one.reshape({-1}));
       whole->at(0).view({-1}).copy_(at::cat(parts));
       return gloo.allreduce(*whole, opts);
-    }, 0, is_mean ? size_ : 1);
+    }, is_mean ? size_ : 1);
   }
 
   // Host memory of the tensors' shapes.
@@ -310,10 +350,11 @@ class ProcessGroupHCCL final : public c10d::Backend {
 
   void drop_link() {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!link_) return;
-    link_->is_aborted = true;
-    if (*link_->running > 0) new std::shared_ptr<Link>(link_);  // never destroyed, see Link
-    link_.reset();
+    for (auto& [_, link] : links_) {
+      link->is_aborted = true;
+      if (*link->running > 0) new std::shared_ptr<Link>(link);  // never destroyed, see Link
+    }
+    links_.clear();
   }
 
   // Wait until all that was issued has ended, on each device.
@@ -327,11 +368,17 @@ class ProcessGroupHCCL final : public c10d::Backend {
       while (!end->wait_for(milliseconds(5)) && !is_over()) {}
   }
 
-  // Carry inputs to outputs by way of the hosts' copies of them. Without a Work it runs on the caller's own stream.
-  // lane    0 for collectives; operations of different lanes do not wait for each other
-  // parts   results are divided by so many
   Work issue(const char* name, bool is_async, c10d::OpType op, const Tensors& inputs, const Tensors& from, const Tensors& outputs,
-             const Tensors& into, Carry carry, int lane = 0, int parts = 1) {
+             const Tensors& into, Carry carry, int parts = 1) {
+    return issue_all(name, is_async, op, inputs, from, outputs, into, {std::move(carry)}, ALL, parts);
+  }
+
+  // Carry inputs to outputs by way of the hosts' copies of them. Without a Work it runs on the caller's own stream.
+  // carries  begun together
+  // pair     ALL, or the other rank of a pair: operations of different communicators do not wait for each other
+  // parts    results are divided by so many
+  Work issue_all(const char* name, bool is_async, c10d::OpType op, const Tensors& inputs, const Tensors& from,
+                 const Tensors& outputs, const Tensors& into, std::vector<Carry> carries, int pair = ALL, int parts = 1) {
     for (auto& all : {inputs, outputs})
       for (auto& one : all) TORCH_CHECK(one.is_privateuseone(), "hccl carries npu tensors, and no ", one.device());
     const int index = !inputs.empty() ? inputs[0].device().index() : !outputs.empty() ? outputs[0].device().index() : current_device();
@@ -349,10 +396,10 @@ class ProcessGroupHCCL final : public c10d::Backend {
     std::vector<Held> reads;
     for (auto& one : inputs) reads.push_back(held(one));
     of.check_safe(reads);
-    auto link = connected();
+    auto link = connected(pair);
 
     auto work = c10::make_intrusive<HcclWork>(rank_, op, outputs, on, op == c10d::OpType::BARRIER);
-    const auto stream = is_async ? lane_of(lane, on) : current_stream(index);
+    const auto stream = is_async ? lane_of(pair, on) : current_stream(index);
     Tensors sources, targets;
     for (auto& one : inputs) sources.push_back(as_host(one));
     for (auto& one : outputs) targets.push_back(as_host(one));
@@ -361,13 +408,13 @@ class ProcessGroupHCCL final : public c10d::Backend {
     for (auto& all : {inputs, outputs})
       for (auto& one : all) of.use(held(one), stream.id());
     const auto outcome = work->outcome;
-    const bool is_p2p = c10d::isP2POp(op);
+    const bool is_p2p = c10d::isP2POp(op) || op == c10d::OpType::COALESCED;
     const double least = least_ms(op == c10d::OpType::_ALLGATHER_BASE ? "all_gather" : op == c10d::OpType::_REDUCE_SCATTER_BASE ? "reduce_scatter" : name);
     task.cancel = [outcome](std::exception_ptr error) { outcome->fail(std::move(error)); };
     task.run = [=, &of, timeout = timeout_.load()] {
       for (size_t i = 0; i < sources.size(); ++i) Tensor(from[i]).copy_(sources[i]);
       const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double, std::milli>(least);
-      const bool has_succeeded = carried(carry, link, of, timeout, *outcome, is_p2p);
+      const bool has_succeeded = carried(carries, link, of, timeout, *outcome, is_p2p);
       std::this_thread::sleep_until(until);
       if (!has_succeeded) {
         for (auto& target : targets) garble(target);
@@ -382,7 +429,7 @@ class ProcessGroupHCCL final : public c10d::Backend {
     {
       // In the order of the calls, whatever the streams.
       std::lock_guard<std::mutex> lock(mutex_);
-      auto& last = last_[{lane, index}];
+      auto& last = last_[{pair, index}];
       if (is_async) block(record(current_stream(index)), stream);
       if (last.end && last.stream != stream.id()) block(last.end, stream);
       queue_of(stream).push(std::move(task));
@@ -401,32 +448,33 @@ class ProcessGroupHCCL final : public c10d::Backend {
     return work;
   }
 
-  static bool carried(const Carry& carry, const std::shared_ptr<Link>& link, Device& of, milliseconds timeout, Outcome& outcome, bool is_p2p) {
+  static bool carried(const std::vector<Carry>& carries, const std::shared_ptr<Link>& link, Device& of, milliseconds timeout, Outcome& outcome, bool is_p2p) {
     auto end = std::make_shared<Mark>();
     const auto until = std::chrono::steady_clock::now() + timeout;
-    auto is_well = std::make_shared<std::atomic<bool>>(false);
     bool has_begun = false;
     if (!link->is_aborted) {
       try {
-        ++*link->running;
-        auto below = carry(*link->gloo);
-        auto ended = [end, is_well, running = link->running](bool has_succeeded) {
-          *is_well = has_succeeded;
+        link->running->fetch_add(static_cast<int>(carries.size()));
+        auto left = std::make_shared<std::atomic<size_t>>(carries.size());
+        auto ended = [end, left, running = link->running](bool has_succeeded) {
           if (!has_succeeded) return;  // a peer that is gone is not noticed
           --*running;
-          end->set();
+          if (--*left == 0) end->set();
         };
-        if (is_p2p) {  // gloo's works of these have no future
-          std::thread([below, ended] {
-            bool has_succeeded = false;
-            try {
-              has_succeeded = below->wait();
-            } catch (const std::exception&) {
-            }
-            ended(has_succeeded);
-          }).detach();
-        } else {
-          below->getFuture()->addCallback([ended](c10::ivalue::Future& future) { ended(!future.hasError()); });
+        for (auto& carry : carries) {
+          auto below = carry(*link->gloo);
+          if (is_p2p) {  // gloo's works of these have no future
+            std::thread([below, ended] {
+              bool has_succeeded = false;
+              try {
+                has_succeeded = below->wait();
+              } catch (const std::exception&) {
+              }
+              ended(has_succeeded);
+            }).detach();
+          } else {
+            below->getFuture()->addCallback([ended](c10::ivalue::Future& future) { ended(!future.hasError()); });
+          }
         }
         has_begun = true;
       } catch (const std::exception&) {
@@ -456,26 +504,25 @@ class ProcessGroupHCCL final : public c10d::Backend {
     else Tensor(target).zero_();
   }
 
-  std::shared_ptr<Link> connected() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (link_) return link_;
-    }
+  std::shared_ptr<Link> connected(int pair = ALL) {
+    if (auto link = link_of(pair)) return link;
     // No abort sees what is being made here, or ends it.
     std::lock_guard<std::mutex> alone(connecting_);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (link_) return link_;
-    }
+    if (auto link = link_of(pair)) return link;
     auto made = std::make_shared<Link>();
-    made->gloo = connect_(generation_);
+    made->gloo = connect_(generation_, pair);
     std::lock_guard<std::mutex> lock(mutex_);
-    return link_ = made;
+    return links_[pair] = made;
+  }
+  std::shared_ptr<Link> link_of(int pair) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = links_.find(pair);
+    return found == links_.end() ? nullptr : found->second;
   }
 
-  c10::Stream lane_of(int lane, c10::Device on) {
+  c10::Stream lane_of(int pair, c10::Device on) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto& id = lanes_[{lane, on.index()}];
+    auto& id = lanes_[{pair, on.index()}];
     if (!id) id = device(on.index()).new_stream();
     return c10::Stream(c10::Stream::UNSAFE, on, id);
   }
@@ -484,12 +531,14 @@ class ProcessGroupHCCL final : public c10d::Backend {
   const Connect connect_;
   struct Last { MarkPtr end; c10::StreamId stream; };  // the newest operation of a lane
   std::mutex mutex_, connecting_;
-  std::shared_ptr<Link> link_;
+  std::map<int, std::shared_ptr<Link>> links_;  // ALL, or a pair's other rank
   std::map<std::pair<int, int>, Last> last_;
   std::map<std::pair<int, int>, c10::StreamId> lanes_;
   std::map<std::string, int> calls_;
   bool is_batching_ = false, is_batch_async_ = true;
   std::vector<c10::intrusive_ptr<c10d::Work>> batch_;
+  std::vector<Message> messages_;
+  std::atomic<bool> is_eager_{false};
   std::atomic<int> generation_{0}, device_{-1};
   std::atomic<bool> is_over_{false}, is_stopped_{false};
   std::atomic<uint64_t> sequence_{0};

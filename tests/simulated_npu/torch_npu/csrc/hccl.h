@@ -6,9 +6,10 @@
 
 namespace npu {
 
-using Connect = std::function<c10::intrusive_ptr<c10d::Backend>(int generation)>;
+using Connect = std::function<c10::intrusive_ptr<c10d::Backend>(int generation, int peer)>;
 
-// connect: makes the gloo group that carries the data; called by the first collective, and again after an abort.
+// connect: makes the gloo group that carries the data, of all members (peer -1), or of this rank and a peer; called by
+// the first operation over it, and again after an abort.
 c10::intrusive_ptr<c10d::Backend> make_hccl(int rank, int size, std::chrono::milliseconds timeout, Connect connect);
 // What stop_device and reinit_process_group do to all groups of a device.
 void stop_hccl(int device);

@@ -87,9 +87,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       const py::gil_scoped_acquire gil;
       delete object;
     });
-    return npu::make_hccl(rank, size, timeout, [held](int generation) {
+    return npu::make_hccl(rank, size, timeout, [held](int generation, int peer) {
       const py::gil_scoped_acquire gil;
-      return (*held)(generation).cast<c10::intrusive_ptr<c10d::Backend>>();
+      return (*held)(generation, peer).cast<c10::intrusive_ptr<c10d::Backend>>();
     });
   });
   m.def("resume_hccl", &npu::resume_hccl, no_gil());
