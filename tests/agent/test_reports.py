@@ -441,7 +441,7 @@ def test_with_the_next_node_there_a_lost_node_takes_only_mirrors_with_it_that_fo
     assert "the mirror of rank 1, which takes 2.0 MiB, is not kept on node 2 (10.0.0.3): too little memory" in (
         caplog.records[-1].message
     )
-    assert not any(isinstance(sent, to_rank.NoneAlike) for one in node.handlers for sent in one.reported)
+    assert not any(sent == to_rank.DropReduced(True) for one in node.handlers for sent in one.reported)
 
 
 @pytest.mark.parametrize(
@@ -462,6 +462,34 @@ def test_on_several_nodes_the_console_says_whether_a_lost_node_takes_the_mirrors
         comparisons.note_mirrored(slot, MIRRORED)
 
     assert f"mirrored in 3.0 MiB of memory, {where} (--buddy off to save it)" in "".join(caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "mesh", "may"),
+    [(4, "shard", True), (2, "shard", True), (1, "shard", False), (4, "", False)],
+    ids=["one node", "shards in a node", "shards over nodes", "no mesh"],
+)
+def test_hsdp_drops_what_reductions_are_made_of_while_each_rank_keeps_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks_per_node: int, mesh: str, may: bool
+) -> None:
+    monkeypatch.setattr(f"{__name__}.N_RANKS", 4)
+    node, nobody = FakeNode(tmp_path), None
+    node.peers, node.config.buddy = Peers(ranks_per_node=ranks_per_node, size=4 // ranks_per_node), "on"
+    comparisons: Any = Comparisons(node, node.wire(), SimpleNamespace(is_off=True), nobody)  # type: ignore[arg-type]
+    comparisons._looks = replace(comparisons._looks, replicas=Replicas(compared_at=1, shards={"w": (0, 1, 0, 1)}))
+    for rank in range(4):
+        shard = from_rank.Group(mesh, [0, 1] if rank < 2 else [2, 3])
+        comparisons._groups[rank] = [shard, from_rank.Group("copy", [rank % 2, rank % 2 + 2])]
+
+    comparisons._share_out_mirrors()
+    ordered = [comparisons._mirrors.order_for(slot.rank) for slot in node.slots]
+    said = [handler.reported[-1:] for handler in node.handlers]
+    if may:
+        comparisons.note_mirrored(node.slots[2], SLOW)
+
+    assert said == [[to_rank.DropReduced(True)] if may else []] * 4
+    assert [order is not None and order.is_of_results for order in ordered] == [may] * 4
+    assert not may or [handler.reported[-1] for handler in node.handlers] == [to_rank.DropReduced(False)] * 4
 
 
 def test_each_row_of_the_table_names_something_that_takes_a_message() -> None:

@@ -52,6 +52,25 @@ def test_a_replacement_that_comes_before_the_lost_ones_memory_is_tried_again_and
     assert "its device has no memory for it yet" in result.output, result.story()
 
 
+@pytest.mark.parametrize("faults", [[], ["kill:rank=1,step=12,phase=backward", "kill:rank=2,step=15,phase=collective"]])
+def test_hsdp_with_more_gradients_than_the_journal_may_hold_loses_no_step(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, faults: list[str]
+) -> None:
+    """A step reduces 64 MB of gradients to 32 MB of shards, which two ranks share each."""
+    arguments = ["--layout=hsdp", "--width=212", "--blocks=16", "--steps=20", "--with=peak"]
+    reference = undisturbed(LAYOUTS, 4, script_args=arguments, device=NPU)
+    options = ["--journal-limit-mib", "32"]
+
+    result = run_ttprun(LAYOUTS, 4, faults=faults, script_args=arguments, options=options, device=NPU)
+
+    assert result.final == reference.final, result.story()
+    assert [incident["steps_lost"] for incident in result.incidents] == [0] * len(faults), result.story()
+    assert not [event for event in result.events if event["event"] == "rank_unprotected"], result.story()
+    if not faults:
+        ours, theirs = (int(re.findall(r"peak (\d+) bytes", "".join(run.stdout[0]))[0]) for run in (result, reference))
+        assert ours <= 1.02 * theirs
+
+
 def test_fsdp2_with_more_weights_than_the_journal_may_hold_stays_protected_and_takes_no_more_memory(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ttprun.groups import waits
+from ttprun.groups.collectives import _follow_reduction
 from ttprun.groups.journal import Journal
-from ttprun.groups.operations import Entry, Input
+from ttprun.groups.operations import Entry, Input, KeptInput
 from ttprun.tensors.mirror_slots import ReducedParts
 
 LANE = "0"
@@ -123,6 +125,30 @@ def test_of_a_gather_whose_result_nobody_knows_all_that_are_put_off_are_waited_f
     assert unpack(gathers[1].outputs[0]) == 1  # that alone
     journal.put_off(gathers[1])
     assert unpack(torch.zeros(1)) == 0
+
+
+@pytest.mark.parametrize("is_added_to", [False, True])
+def test_the_result_of_a_reduction_is_reduced_again_from_the_copy_that_the_mirror_has(is_added_to: bool) -> None:
+    journal, group, kept = Journal(1 << 20), FakeGroup(), torch.full((512,), 7.0)
+    give = SimpleNamespace(give_result=lambda boundary, sequence, number, tensor: tensor.copy_(kept))
+    session: Any = SimpleNamespace(parts={Journal: journal}, observers=give, applied=3)
+    first = issue(journal, group, "reduce_scatter_single")
+    (output,) = first.outputs
+    first.kept_version = output._version
+    if is_added_to:
+        output += 1
+    second = Entry(group, "allreduce", ([output], None), [output])  # type: ignore[arg-type]
+
+    _follow_reduction(session, second)
+
+    assert second.reduces_again
+    assert isinstance(second.input, KeptInput) != is_added_to
+    if not is_added_to:
+        second.input.put_back([output])
+        assert output.equal(kept)
+        (again,) = second.input.made_again()
+        assert again is not output
+        assert again.equal(kept)
 
 
 def test_a_lent_input_is_not_copied_and_its_memory_is_not_used_again() -> None:

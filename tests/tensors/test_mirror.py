@@ -11,7 +11,7 @@ import torch
 
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.introspect.current_rank import Rank as Session
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, slot_of, unpack_slot
 from ttprun.tensors import mirror, optimizer_registry
 from ttprun.tensors.mirror import Mirror
@@ -29,6 +29,10 @@ _channels: list[FakeChannel] = []
 CELLS = (Field.MIRROR_0, Field.MIRROR_1)
 
 
+def order(paths: list[str], limit_bytes: int, limit_share: float = 0.0) -> to_rank.KeepMirror:
+    return to_rank.KeepMirror(0, 1.0, paths=tuple(paths), limit_bytes=limit_bytes, limit_share=limit_share)
+
+
 class Rank:
     """A process's weights and optimizer, with the hooks' calls around each step."""
 
@@ -44,7 +48,7 @@ class Rank:
         _channels.append(self.channel)
         self.session: Session = make_session(channel=self.channel, board=self.board, mirror=Mirror(self.board, 0, []))
         if paths:
-            self.session[Mirror].want(paths, limit_bytes)
+            self.session[Mirror].want(order(paths, limit_bytes))
         self.boundary = 0
 
     def backward(self) -> None:
@@ -242,7 +246,7 @@ def test_a_mirror_that_takes_more_than_it_may_is_reported_once_and_gives_its_mem
     rank.step(3)
     before = [os.stat(path).st_size for path in paths]
 
-    rank.session[Mirror].want(paths, 1000)
+    rank.session[Mirror].want(order(paths, 1000))
     rank.weights.append(torch.zeros(9, requires_grad=True))
     rank.optimizer.add_param_group({"params": rank.weights[-1:]})
     rank.step(3)
@@ -270,7 +274,7 @@ def test_a_mirror_whose_copies_take_too_much_of_each_step_is_given_up_unless_it_
 ) -> None:
     monkeypatch.setattr(mirror, "_CHEAP_S", 0.0)
     rank = Rank(OPTIMIZERS["momentum"], 1, paths)
-    rank.session[Mirror].want(paths, 1 << 20, limit_share)
+    rank.session[Mirror].want(order(paths, 1 << 20, limit_share))
 
     rank.step(12)
 
@@ -282,7 +286,7 @@ def test_a_mirror_whose_copies_take_too_much_of_each_step_is_given_up_unless_it_
 
 def test_copies_that_take_little_time_are_kept_however_short_the_steps_are(paths: list[str]) -> None:
     rank = Rank(OPTIMIZERS["momentum"], 1, paths)
-    rank.session[Mirror].want(paths, 1 << 20, 1e-9)
+    rank.session[Mirror].want(order(paths, 1 << 20, 1e-9))
 
     rank.step(12)
 

@@ -26,6 +26,7 @@ from ttprun.groups.operations import (
     REDUCING,
     Entry,
     Input,
+    KeptInput,
     tensors_in,
     with_options,
     with_tensors_replaced,
@@ -194,11 +195,24 @@ def _issue(call: Call) -> None:
             entry.input = Input([tensor.detach() for tensor in inputs], is_borrowed=True)
         elif call.is_lent and call.is_kept and call.caller is not None:
             group.gathers.hold(entry, inputs[0], model_tensors.gathered_by(call.caller))
+        elif op == "allreduce" and call.is_kept and session.parts[Journal].unsettled:
+            _follow_reduction(session, entry)
     if call.is_apart and entry.place and not unusual:
         session.parts[Results].note_issued(entry, inputs)
     call.is_kept = group.enter(entry, inputs)
     if call.caller is not None and call.is_kept and group.links.is_late and not group.links.needs_stop:
         entry.is_read_later = waits.is_read_later(entry, call.caller)
+
+
+def _follow_reduction(session: Rank, entry: Entry) -> None:
+    """HSDP reduces the result of a reduction over the copies of the model: what the mirror has is not copied again."""
+    before, output = session.parts[Journal].entries[-1], entry.outputs[0]
+    if not before.is_soon_dropped or before.outputs[0] is not output:
+        return
+    entry.reduces_again = True
+    if before.kept_version == output._version:  # nothing was added to it since
+        give, name, number = session.observers.give_result, before.sequence, before.number
+        entry.input = KeptInput(lambda tensor: give(session.applied, name, number, tensor), output)
 
 
 def _look(call: Call) -> None:

@@ -91,7 +91,9 @@ class Journal:
     received       sequence -> digests of messages since the boundary that living ranks had received at the newest fault
     settled        sequence -> how many of its borrowed entries all members had completed at the newest fault
     issued_again   entries that a recovery has issued again, with the works of the backend; [] once all have completed
-    may_settle     no rank is ever repaired from another one's copies: what all have completed is not issued again
+    unsettled      borrowed entries that not all members are known to have completed
+    may_settle     what all members have completed is not issued again: a lost one's results are in its mirror, or all
+                   ranks go back
     is_ended       this process has been ordered to end, and no recovery will come
     """
 
@@ -110,7 +112,7 @@ class Journal:
         self.settled: Mapping[str, int] = {}
         self.may_settle = False
         self.issued_again: list[tuple[Entry, Any]] = []
-        self._unsettled: list[Entry] = []
+        self.unsettled: list[Entry] = []
         self._numbers: Counter[str] = Counter()  # of messages and of borrowed entries, by sequence
         self._issued = 0
         self._put_off: list[Entry] = []
@@ -177,7 +179,7 @@ class Journal:
             if entry in self.entries:
                 self.entries.remove(entry)
                 self.held_bytes -= entry.size_bytes
-                self._unsettled = [borrowed for borrowed in self._unsettled if borrowed is not entry]
+                self.unsettled = [borrowed for borrowed in self.unsettled if borrowed is not entry]
                 self._recycle(entry)
                 entry.args = ()
 
@@ -196,7 +198,7 @@ class Journal:
             self.sources.clear()
             self.received = {}
             self.settled = {}
-            self._unsettled.clear()
+            self.unsettled.clear()
             self._put_off.clear()  # all was waited for before the commit
             self._numbers.clear()
             self.held_bytes = sum(entry.size_bytes for entry in carried)
@@ -264,7 +266,7 @@ class Journal:
         entry.at = entry.waited_at = self._issued
         if entry.input.is_borrowed:
             entry.number = self.number_of(entry)
-            self._unsettled.append(entry)
+            self.unsettled.append(entry)
 
     def settle_before(self, entry: Entry) -> None:
         """A collective has completed, so all members have issued it: drop the inputs of what they waited for before.
@@ -274,12 +276,12 @@ class Journal:
         """
         if not self.may_settle or entry.op not in OF_ALL_MEMBERS:
             return
-        for borrowed in self._unsettled:
+        for borrowed in self.unsettled:
             if borrowed.group is entry.group and borrowed.is_done and borrowed.waited_at < entry.at:
                 self.held_bytes -= borrowed.size_bytes
                 borrowed.size_bytes = 0
                 borrowed.settle_for_all()
-        self._unsettled = [borrowed for borrowed in self._unsettled if not borrowed.is_settled]
+        self.unsettled = [borrowed for borrowed in self.unsettled if not borrowed.is_settled]
 
     def put_off(self, entry: Entry) -> None:
         """The script's thread waits for this entry later: see `take_put_off`."""

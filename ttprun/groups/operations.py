@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -199,6 +199,28 @@ class Input:
 NOTHING = Input(())
 
 
+class KeptInput(Input):
+    """An input that is the result of a reduction, of which the mirror has a copy: HSDP's, which reduces it once more.
+
+    give   fills a tensor with it
+    """
+
+    def __init__(self, give: Callable[[Tensor], None], form: Tensor) -> None:
+        super().__init__(())
+        self._give = give
+        self._form = form
+
+    def put_back(self, own: Sequence[Tensor]) -> None:
+        """As in Input."""
+        self._give(own[0])
+
+    def made_again(self) -> Sequence[Tensor]:
+        """As in Input."""
+        tensor = torch.empty_like(self._form)
+        self._give(tensor)
+        return [tensor]
+
+
 class NotHeld(Input):
     """An input for which the journal had no room: the operation cannot be issued again."""
 
@@ -258,6 +280,8 @@ class Entry:
     is_carried  another thread's own, of a step before the newest boundary
     save        of a checkpoint, to which it belongs; None: to none
     number      since the boundary: in its sequence: of messages, or of borrowed entries
+    kept_version  of its output, when the mirror got a copy of that; -1: it has none
+    reduces_again  its input is the result of a reduction of FSDP2
     sends_copy  it is issued again with the copies alone: `send_copy`
     ready       event of the device after which its inputs are there, if another thread issues it
     """
@@ -288,6 +312,8 @@ class Entry:
     waited_at = 0
     is_read_later = False
     number = 0
+    kept_version = -1
+    reduces_again = False
     ready: Any = None
 
     def __init__(self, group: Any, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:

@@ -261,14 +261,15 @@ class ManagedGroup(SeenByTorch):
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False.
 
-        Not for FSDP2's reductions in the first steps, as long as it is not known whether a rank has a replica: without
-        one their inputs are dropped as soon as all members have completed them.
+        Not for FSDP2's reductions in the first steps, as long as it is not known whether results are mirrored: then
+        their inputs are dropped as soon as all members have completed them.
         """
         if self.buckets.hold(entry):
             return True
         session, journal = self.session, self.session.parts[Journal]
         if not journal.save(entry, inputs):
-            if not entry.is_soon_dropped or session.applied >= _SETTLED_AFTER:
+            is_of_fsdp2 = entry.is_soon_dropped or entry.reduces_again
+            if not is_of_fsdp2 or session.applied >= _SETTLED_AFTER:
                 session.give_up_protection(JOURNAL_FULL)
                 return False
             entry.input = NotHeld((), entry.input.is_borrowed)
@@ -355,7 +356,9 @@ class ManagedGroup(SeenByTorch):
                 unpack_given(entry)
             entry.note_result()
             if entry.input.is_borrowed:
-                session.observers.keep_result(session, entry.sequence, entry.number, entry.outputs[0])
+                output = entry.outputs[0]
+                if session.observers.keep_result(session, entry.sequence, entry.number, output):
+                    entry.kept_version = output._version
             entry.is_done = True
             if journal.may_settle:
                 journal.settle_before(entry)

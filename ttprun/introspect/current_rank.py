@@ -126,9 +126,10 @@ class Observers:
                 replay would not make; what the user can do; whether it still exists; the frame that makes it
     cut         the connections of all groups are cut: what the training waits for over its own ends, too
     leaves      the script destroys its process group
-    keep_result  (session, sequence, number, output): a reduced shard has arrived, in memory that is not the script's
-    give_result  (boundary, sequence, number, output): fill the output of an operation that all members had completed,
-                and this process has not
+    keep_result  (session, sequence, number, output): a reduced shard has arrived, in memory that is not the script's;
+                returns whether `give_result` can give it from now on
+    give_result  (boundary, sequence, number, output): fill a tensor with the output of such an operation, this
+                process's or that of the rank in whose place it is
     weights     the parameters of all optimizers, at the newest boundary
     device_in_use   the device of the trained parameters; None if they are on none
     wrapped_models  all living DistributedDataParallel modules, in the order in which they were made
@@ -141,7 +142,7 @@ class Observers:
     made: Callable[[str, str, Callable[[], bool], FrameType | None], None] = _nobody
     cut: Callable[[], None] = _nobody
     leaves: Callable[[], None] = _nobody
-    keep_result: Callable[[Rank, str, int, torch.Tensor], None] = _nobody
+    keep_result: Callable[[Rank, str, int, torch.Tensor], bool] = _nobody
     give_result: Callable[[int, str, int, torch.Tensor], None] = _nobody
     weights: Callable[[], Sequence[torch.Tensor]] = tuple
     device_in_use: Callable[[], torch.device | None] = _nobody

@@ -136,6 +136,7 @@ class KeepMirror(Message, frozen=True):
     """No other rank holds what this one holds: mirror it from the next step on, in memory of its node.
 
     share         of what the mirrors of this node may take together
+    is_of_results   a replica holds its state: keep what FSDP2's reductions have given to it, and nothing else
     paths         of the memory for it: the slots, and for results; filled in
     limit_bytes   that it may take in all; filled in
     limit_share   of a step's time that copying may take; 0: as much as it takes; filled in
@@ -143,13 +144,19 @@ class KeepMirror(Message, frozen=True):
 
     rank: int
     share: float
+    is_of_results: bool = False
     paths: tuple[str, ...] = ()
     limit_bytes: int = 0
     limit_share: float = 0.0
 
 
-class NoneAlike(Message, frozen=True):
-    """Each rank holds what no other one holds: a lost one is replaced from its mirror, or all go back."""
+class DropReduced(Message, frozen=True):
+    """What FSDP2's reductions are made of may be dropped once all members have the result, or not any more.
+
+    They may if each rank keeps its results in its mirror, or no rank is replaced but from one.
+    """
+
+    may: bool
 
 
 class AllCompared(Message, frozen=True):
@@ -378,7 +385,7 @@ OfRecovery = (
 OfStandby = standby_messages.Order | Welcome
 Order = (
     OfRecovery | OfStandby
-    | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | AllCompared | LookAt
+    | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | DropReduced | AllCompared | LookAt
     | StopDivergent | GoOn
     | from_rank.Put | from_rank.RankUnprotected
 )  # fmt: skip

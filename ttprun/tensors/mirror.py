@@ -22,7 +22,7 @@ import torch
 from ttprun.device import accelerator
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.model_tensors import local_of
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent, slot_of, unpack_slot
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
@@ -51,7 +51,7 @@ class Mirror:
     """Keeps this rank's mirror.
 
     paths      of the agent's memory, for each slot and for results of collectives; none: it has kept nothing yet
-    is_wanted  this rank holds what no other one holds; by the agent's order
+    is_wanted  this rank holds what no other one holds, or has results that none has; by the agent's order
     why_off    why nothing is kept any more; "" if it is
     on_kept    called with each part that is complete, on the thread that has copied it
     """
@@ -63,6 +63,7 @@ class Mirror:
         self._parts: list[ReducedParts] = []
         self._use(paths)
         self._limit_bytes, self._limit_share = 0, 0.0
+        self._is_of_results = False
         self._took_s: tuple[float, ...] = ()  # of the newest copies
         self._steps_s: tuple[float, ...] = ()  # between the newest steps
         self._began_s = 0.0
@@ -78,19 +79,15 @@ class Mirror:
 
     @property
     def is_on(self) -> bool:
-        """Whether the state is mirrored."""
+        """Whether the state is mirrored, or results are."""
         return self.is_wanted and not self.why_off and self._failure is None
 
-    def want(self, paths: Sequence[str], limit_bytes: int, limit_share: float = 0.0) -> None:
-        """The agent orders a mirror: from the next step on.
-
-        paths         as for the class
-        limit_bytes   that it may take in all
-        limit_share   of a step's time that copying may take; 0: as much as it takes
-        """
+    def want(self, order: to_rank.KeepMirror) -> None:
+        """The agent orders a mirror: from the next step on."""
         if not self._slots:
-            self._use(paths)
-        self._limit_bytes, self._limit_share = limit_bytes, limit_share
+            self._use(order.paths)
+        self._limit_bytes, self._limit_share = order.limit_bytes, order.limit_share
+        self._is_of_results = order.is_of_results
         self.is_wanted = True
         self._has_reported = False  # another agent may lead now, which has not heard of it
 
@@ -102,7 +99,7 @@ class Mirror:
         """The step to this boundary has ended: begin to copy the state. Raises nothing."""
         if self._failure is not None and not self.why_off:
             self._give_up(session, boundary, self._failure)
-        if not self.is_on:
+        if not self.is_on or self._is_of_results:
             return
         before_s, self._began_s = self._began_s, time.monotonic()
         if before_s:
@@ -145,23 +142,25 @@ class Mirror:
             if not session.diagnose(error).is_known:  # else the script meets its device's error in the step
                 self._give_up(session, boundary, error)
 
-    def keep_result(self, session: Rank, sequence: str, number: int, result: torch.Tensor) -> None:
+    def keep_result(self, session: Rank, sequence: str, number: int, result: torch.Tensor) -> bool:
         """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing.
 
         sequence   of the journal's entry
         number     of the entry in its sequence, since the boundary
         result     this rank's part, any dtype, shape and device; copied
+        returns    whether it is kept
         """
         if not self.is_on:
-            return
+            return False
         try:
             for parts in self._parts:
                 parts.keep(session.applied, sequence, number, result)
         except Exception as error:
             self._failure = error
+        return bool(self._parts) and self._failure is None
 
     def give_result(self, boundary: int, sequence: str, number: int, target: torch.Tensor) -> None:
-        """In a replacement: what a reduce-scatter had given to the lost rank.
+        """What a reduce-scatter had given to this rank, or to the lost one in whose place it is.
 
         boundary           at which all ranks stand
         sequence, number   as for `keep_result`

@@ -42,7 +42,7 @@ class MirrorShares:
 
     def __init__(self, node: Lead) -> None:
         self._node = node
-        self._shares: dict[int, float] = {}  # by rank, of what its node has for all
+        self._orders: dict[int, to_rank.KeepMirror] = {}  # by rank
 
     @property
     def why_off(self) -> str:
@@ -52,24 +52,28 @@ class MirrorShares:
         is_off = config.buddy == "off" or config.mindio or not is_used
         return "it is switched off" if is_off else ""
 
-    def share_out(self, weights: Mapping[int, int]) -> bool:
+    def share_out(self, weights: Mapping[int, int], of_results: Collection[int] = ()) -> bool:
         """These ranks are to keep mirrors: each may take of the memory what its weights are of all their weights.
 
-        weights   by rank: bytes of its own, or of its parts
-        returns   whether it is other than before
+        weights      by rank: bytes of its own, or of its parts
+        of_results   those that keep results alone
+        returns      whether it is other than before
         """
         node_of, together = self._node.peers.node_of, Counter[int]()
         for rank, size in weights.items():
             together[node_of(rank)] += size
-        shares = {rank: size / (together[node_of(rank)] or 1) for rank, size in weights.items()}
-        if self.why_off or shares == self._shares:
+        orders = {
+            rank: to_rank.KeepMirror(rank, size / (together[node_of(rank)] or 1), rank in of_results)
+            for rank, size in weights.items()
+        }
+        if self.why_off or orders == self._orders:
             return False
-        self._shares = shares
+        self._orders = orders
         return True
 
     def order_for(self, rank: int) -> to_rank.KeepMirror | None:
         """What the node of a rank must know to keep its mirror; None: it is to keep none."""
-        return to_rank.KeepMirror(rank, self._shares[rank]) if rank in self._shares else None
+        return self._orders.get(rank)
 
 
 class Comparisons:
@@ -215,6 +219,9 @@ class Comparisons:
         node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
         self._say_mirrored()
         self._write_topology()
+        if message.why_not and slot.rank not in self._looks.replicas.single_holders:
+            for other in node.slots:  # of this one no results are kept: all keep what these are made of
+                self.report_owners(other)
 
     def note_mirror_copied(self, slot: Row, message: from_rank.MirrorCopied) -> None:
         """A rank of the next node keeps another one's mirror, or cannot."""
@@ -290,11 +297,24 @@ class Comparisons:
         self._share_out_mirrors()
 
     def _share_out_mirrors(self) -> None:
-        """Let the ranks that hold what no other one does keep mirrors."""
-        singles = self._looks.replicas.single_holders
-        if self._mirrors.share_out({rank: self._weights.get(rank, 0) for rank in singles}):
-            for rank in singles:
+        """Let the ranks that hold what no other one does keep mirrors, and HSDP's the results of their reductions."""
+        singles, ranks = self._looks.replicas.single_holders, {slot.rank for slot in self._node.slots}
+        of_results = ranks - singles if self._is_hybrid else set()
+        if self._mirrors.share_out({rank: self._weights.get(rank, 0) for rank in singles | of_results}, of_results):
+            for rank in singles | of_results:
                 self.report_owners(self._node.slots[rank])
+
+    @property
+    def _is_hybrid(self) -> bool:
+        """Each rank has a replica, and its shards are of a group on its own node: whoever loses a node loses the group.
+
+        What the members of such a group have put into a reduction only they need.
+        """
+        replicas, peers = self._looks.replicas, self._node.peers
+        meshes = [group.ranks for groups in self._groups.values() for group in groups if group.dimension]
+        sharded = [ranks for ranks in meshes if len({replicas.of(rank) for rank in ranks}) > 1]
+        is_on_one_node = all(len({peers.node_of(rank) for rank in ranks}) == 1 for ranks in sharded)
+        return bool(sharded and replicas.shards) and is_on_one_node and not replicas.has_single_holders
 
     def _write_topology(self) -> None:
         """Let `ttprun topology` know who holds what."""
@@ -328,9 +348,12 @@ class Comparisons:
         if order := self._mirrors.order_for(slot.rank):
             self._wire.order(slot.rank, order)
         is_none_alike = all(len(ranks) == 1 for ranks in self._looks.replicas.groups)
+        keep_results = self._is_hybrid and not self._mirrors.why_off
+        keep_results = keep_results and not any(report.why_not for report in self._mirror_reports.values())
         # Results of operations are in no copy of a mirror: the others keep what they had put into them.
-        if self._looks.replicas.groups and is_none_alike and not self._node.keeps_mirrors_twice:
-            slot.send_if_present(to_rank.NoneAlike())
+        if self._looks.replicas.groups:
+            may = (is_none_alike or keep_results) and not self._node.keeps_mirrors_twice
+            slot.send_if_present(to_rank.DropReduced(may))
         owners = self._looks.replicas.differing
         if owners:
             slot.send_if_present(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))

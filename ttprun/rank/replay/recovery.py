@@ -128,10 +128,10 @@ class Recovery:
                     session.changed.notify_all()
             case to_rank.NotAlike(owners=owners):
                 session[SnapshotPart].owners = owners
-            case to_rank.NoneAlike():
-                session[Journal].may_settle = True
+            case to_rank.DropReduced(may=may):
+                session[Journal].may_settle = may
             case to_rank.KeepMirror():
-                session[Mirror].want(list(message.paths), message.limit_bytes, message.limit_share)
+                session[Mirror].want(message)
             case to_rank.AllCompared(boundary=boundary):
                 session[Verifier].note_compared(boundary)
             case to_rank.LookAt(boundary=boundary):
