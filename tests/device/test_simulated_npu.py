@@ -20,14 +20,20 @@ def test_it_does_what_a_real_one_would() -> None:
     run_there("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/simulated_npu/cases.py")
 
 
-def run_there(*arguments: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nccl,gate,load", "nccl,lock,null"])
+def test_what_is_in_the_way_on_a_real_one_is_in_the_way_on_it(kind: str) -> None:
+    run_there("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/simulated_npu/cases.py", kind=kind)
+
+
+def run_there(*arguments: str, kind: str = "") -> None:
     """Run Python with the device. AssertionError if that fails."""
     path = os.pathsep.join([simulated_npu.on_path(), os.environ.get("PYTHONPATH", "")])
 
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SIMULATED_NPU_KIND": ""},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SIMULATED_NPU_KIND": kind},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -10,6 +10,9 @@ import pytest
 from tests.e2e.harness import (
     RunTtprun,
     Undisturbed,
+    assert_only_replaced,
+    assert_same_outcome,
+    assert_survivors_kept_their_pids,
 )
 
 SCRIPT = "device_layouts.py"
@@ -32,3 +35,23 @@ def test_a_rank_whose_shards_nobody_else_has_sends_all_back_to_a_snapshot_and_th
 
     assert [(one["rung"], one["outcome"]) for one in result.incidents] == [("rewind", "recovered")], result.story()
     assert (result.exit_code, result.final, result.hashes) == (0, reference.final, reference.hashes), result.story()
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("ddp", "nccl,gate"), ("ddp", "nccl,gate,load"), ("ddp", "nccl,load,lock,null"), ("fsdp2", "nccl,gate,load")],
+)
+def test_a_recovery_needs_no_stream_of_the_scripts_and_launches_no_kernel_for_the_first_time(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, layout: str, kind: str
+) -> None:
+    """A survivor's own stream stands still from the abort until the operation has been issued again."""
+    arguments = ["--layout", layout, "--with", "loss", "--steps", "14", "--blocks", "2"]
+    reference = undisturbed(SCRIPT, 2, arguments, device=NPU)
+    monkeypatch.setenv("SIMULATED_NPU_KIND", kind)
+
+    fault, options = "stop:rank=1,step=8,phase=backward", ["--hang-timeout", "6"]  # the other waits for it by then
+    result = run_ttprun(SCRIPT, 2, script_args=arguments, faults=[fault], options=options, device=NPU)
+
+    assert_same_outcome(result, reference)
+    assert_only_replaced(result)
+    assert_survivors_kept_their_pids(result)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch_npu import breaking
+from torch_npu import breaking, hccl
 from torch_npu.breaking import State
+from torch_npu.npu import _C
 
 from ttprun.capture.records.evidence import REGION_BYTES, Evidence
 from ttprun.device import accelerator
+from ttprun.device.interface import DeviceFailedError
+from ttprun.groups import generations
+from ttprun.groups.operations import Entry
 from ttprun.introspect import host_copies
 from ttprun.introspect.current_rank import INPUT
 from ttprun.introspect.tensor_bytes import bytes_of, content_of, folded, plain_together
@@ -153,3 +163,156 @@ def test_a_large_tensor_is_hashed_on_the_device_as_on_the_host() -> None:
 
     assert torch.npu.copied_to_host()[0] - size < 4 * tensor.numel() / 1000
     assert found == bytes(bytes_of(folded(tensor)))
+
+
+# What is in the way, by its names in csrc/kind.h. A wait that must not end is given this long.
+SHORTLY_S = 0.3
+if_gate = pytest.mark.skipif(not _C.is_kind("gate"), reason="SIMULATED_NPU_KIND does not have gate")
+if_load = pytest.mark.skipif(not _C.is_kind("load"), reason="SIMULATED_NPU_KIND does not have load")
+if_lock = pytest.mark.skipif(not _C.is_kind("lock"), reason="SIMULATED_NPU_KIND does not have lock")
+if_null = pytest.mark.skipif(not _C.is_kind("null"), reason="SIMULATED_NPU_KIND does not have null")
+
+
+def started(call: Callable[[], Any]) -> Future[Any]:
+    """The result of a call on a thread of its own, which works on the default stream."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:  # the device is stopped when its test is over
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+def is_stuck(result: Future[Any]) -> bool:
+    return not wait([result], SHORTLY_S).done
+
+
+def members(count: int = 2) -> list[Any]:
+    """A new communicator's ends, all of them in this process."""
+    store = torch.distributed.HashStore()
+
+    def member(rank: int) -> Any:
+        options: Any = torch._C._distributed_c10d._DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = store, rank, count
+        options.timeout = timedelta(seconds=30)
+        made = hccl._make(options)
+        made.eager_connect_single_device(torch.device("npu", 0))
+        return made
+
+    return [one.result(30) for one in [started(partial(member, rank)) for rank in range(count)]]
+
+
+def reduced(member: Any, tensor: torch.Tensor) -> Any:
+    options = torch.distributed.AllreduceOptions()
+    options.asyncOp = True
+    return member.allreduce([tensor], options)
+
+
+@if_gate
+def test_a_stream_whose_collective_was_aborted_stands_still_until_that_is_issued_again() -> None:
+    tensors = [torch.ones(3, device="npu") for _ in range(2)]
+    first, _ = members()
+    reduced(first, tensors[0])
+    first.abort()
+
+    event = torch.npu.Event()
+    event.record()
+    copied = started(tensors[1].cpu)
+    with accelerator.beside():
+        assert tensors[1].cpu().sum() == 3
+    assert is_stuck(copied)
+    assert not event.query()
+    with accelerator.beside():
+        for member, tensor in zip(members(), tensors, strict=True):
+            reduced(member, tensor)
+
+    assert copied.result(30).sum() in (3, 6)  # before or after the operation
+    event.synchronize()
+
+
+@if_null
+def test_a_communicator_is_made_after_all_that_the_null_stream_was_given() -> None:
+    breaking.close_gate()
+
+    made = started(members)
+
+    assert is_stuck(made)
+    torch.npu.stop_device(0)
+    assert len(made.result(30)) == 2
+
+
+@if_load
+def test_a_kernel_is_not_launched_for_the_first_time_while_a_stream_stands_still() -> None:
+    tensor = torch.ones(3, device="npu")
+    tensor.exp()
+    breaking.close_gate()
+
+    with accelerator.beside():
+        assert tensor.exp().cpu().sum() > 8
+    launched = started(tensor.erfinv)
+
+    assert is_stuck(launched)
+
+
+@if_lock
+def test_no_other_kernel_is_launched_while_one_is_for_the_first_time() -> None:
+    tensor = torch.ones(3, device="npu")
+    tensor.exp()
+    breaking.close_gate()
+
+    first = started(tensor.erfinv)
+
+    assert is_stuck(first)
+    assert is_stuck(started(tensor.exp))
+
+
+class Survivor:
+    """As much of a rank as its recovery asks for; its journal has these operations."""
+
+    has_collective_steps, framework = False, None
+
+    def __init__(self, *entries: Entry) -> None:
+        self.made = SimpleNamespace(living={}, left=[])
+        self.mode = SimpleNamespace(is_live=True)
+        self.observers = SimpleNamespace(device_in_use=lambda: torch.device("npu", 0))
+        self._journal = SimpleNamespace(entries=list(entries), lock=threading.RLock())
+
+    def __getitem__(self, kind: type) -> Any:
+        return self._journal
+
+
+@if_gate
+def test_a_survivor_settles_and_reads_its_weights_while_the_scripts_stream_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generations, "SETTLE_LIMIT_S", SHORTLY_S)
+    weights = torch.full((3,), 2.0, device="npu")
+    issued = Entry(None, "allreduce", (), [])
+    issued.ready = accelerator.mark()
+    breaking.close_gate()
+
+    session: Any = Survivor(issued)
+    with generations.enter(session):
+        generations.settle(session)
+        read = weights.cpu()
+
+    assert read.sum() == 6
+    with pytest.raises(DeviceFailedError, match="has not ended its work"):
+        generations.settle()
+
+
+@if_gate
+def test_a_survivor_that_has_issued_nothing_since_its_step_waits_for_all_that_its_device_does() -> None:
+    tensor = torch.zeros(3, device="npu")
+    event = torch.npu.Event()
+    torch.npu._sleep(200)
+    tensor.add_(1)
+    event.record()
+
+    generations.settle(Survivor())  # type: ignore[arg-type]
+
+    assert event.query()

@@ -48,15 +48,29 @@ EXIT_CODE = 1
 SETTLE_LIMIT_S = 20.0  # the agent waits for a minute
 
 
-def enter(session: Rank) -> None:
-    """This thread works on the device of the script's parameters, as the script's own thread does."""
+def enter(session: Rank) -> contextlib.AbstractContextManager[Any]:
+    """This thread works on the device of the script's parameters, as the script's own thread does.
+
+    returns   inside, a survivor's work goes to a stream of ours: the script's may wait for what is to be issued again.
+              Not on Ascend, where nothing may be left on the script's when the device is stopped; and a replacement
+              writes to what its script has made on its own stream, in that order.
+    """
     device = session.observers.device_in_use()
     if device is not None:
         accelerator.use(device.index)
+    is_beside = session.mode.is_live and not _needs_stop(session)
+    return accelerator.beside() if is_beside else contextlib.nullcontext()
 
 
-def settle() -> None:
+def _needs_stop(session: Rank) -> bool:
+    return any(group.links.needs_stop for group in all_groups(session))
+
+
+def settle(session: Rank | None = None) -> None:
     """The links of all groups are aborted: wait until nothing of the old generation runs on the device any more.
+
+    session   whose newest step alone is waited for, if a collective came after it: what the script has given the device
+              since may wait for this recovery, and only reads its weights. None: all that the device was given
 
     Raises DeviceFailedError, also after a link error that has stopped the device's queue: nobody knows what of the
     script's work is lost with it. A device that was stopped has no work. Blocks for SETTLE_LIMIT_S at most.
@@ -64,13 +78,18 @@ def settle() -> None:
     index = accelerator.current_index()
     if index is None:
         return
+    first = None if session is None else _first_since_step(session)
     ended = threading.Event()
     failed: list[Exception] = []
 
     def synchronize() -> None:  # on a thread of its own, since nothing ends it
         try:
             accelerator.use(index)
-            accelerator.synchronize()
+            if first is None:
+                accelerator.synchronize()
+            else:
+                with accelerator.beside(first):
+                    accelerator.finish_here()
         except Exception as error:
             failed.append(error)
         ended.set()
@@ -80,6 +99,14 @@ def settle() -> None:
         raise DeviceFailedError(f"the device has not ended its work within {SETTLE_LIMIT_S:.0f} s")
     if failed and DeviceErrors({}).diagnose(failed[0]).fault is not DeviceFault.FORCED_STOP:
         raise DeviceFailedError(f"the device does not end its work ({in_one_line(failed[0])})") from failed[0]
+
+
+def _first_since_step(session: Rank) -> Any:
+    """The event before the first collective since the newest step, by which that has ended; None if it is not known."""
+    if session.has_collective_steps or session.framework is not None or _needs_stop(session):
+        return None
+    with session[Journal].lock:
+        return next((entry.ready for entry in session[Journal].entries if not entry.is_apart), None)
 
 
 def has_failed(session: Rank, error: BaseException) -> bool:
@@ -240,7 +267,7 @@ def break_connections(member: Rank, check_overtaken: Callable[[], None] = lambda
     end_stuck_tasks(member, [link for group in groups for link in group.links.all], check_overtaken)
     cut_all(group.links for group in groups)
     member.observers.cut()
-    settle()
+    settle(member)
     end_s = time.monotonic() + STUCK_AFTER_S
     for entry, inner in works:
         if not has_ended(inner, end_s - time.monotonic()):

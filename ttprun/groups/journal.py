@@ -210,6 +210,10 @@ class Journal:
                     del self._spare[shape]
                 self._shapes_used.clear()
 
+    def has_own(self) -> bool:
+        """Whether the script's own threads have issued an operation since the boundary, and not one apart."""
+        return any(not entry.is_apart for entry in self.entries)
+
     def forget_saves_before(self, boundary: int) -> None:
         """Remove the operations of saves that began before a boundary, and wake who waits for one.
 

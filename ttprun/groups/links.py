@@ -48,6 +48,7 @@ class Links:
     member         this process's place in the group, in the generation of the links; -1 before the first
     is_joined      all members have connected once; until then the main thread connects
     is_late        a backend's works are waited for on a device
+    needs_stop     a backend of the newest connections ends no running operation by itself, see `Link.needs_stop`
     """
 
     def __init__(self, session: Rank, member: GroupMember, backends: Mapping[str, str]) -> None:
@@ -58,17 +59,13 @@ class Links:
         self._by_type: dict[str, Link] = {}  # by type of device; {} while there is no connection
         self._connecting = threading.Lock()
         self.is_late = any(TRANSPORTS[name].is_late for name in backends.values())
+        self.needs_stop = False
         self._was_used = False  # a communicator of an older generation was
 
     @property
     def all(self) -> list[Link]:
         """The current connections, one for each backend; [] while there are none."""
         return list({id(link): link for link in self._by_type.values()}.values())
-
-    @property
-    def needs_stop(self) -> bool:
-        """Whether a backend ends no running operation by itself, see `Link.needs_stop`."""
-        return self.is_late and any(link.needs_stop for link in self.all)
 
     @property
     def by_gloo(self) -> Connection | None:
@@ -134,6 +131,7 @@ class Links:
         with self._session[Journal].lock:
             self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
             self.member = member
+            self.needs_stop = any(link.needs_stop for link in made.values())
         self.check_repairable()
 
     def rename(self, name: str) -> None:

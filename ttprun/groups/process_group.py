@@ -242,8 +242,8 @@ class ManagedGroup(SeenByTorch):
                 if is_late and not (journal.is_frozen or self.links.is_ready(entry.args)):
                     continue  # a recovery has begun, and ended: connect again, without the lock
                 is_kept = session.is_repairable() and self._keep(entry, inputs)
-                if journal.is_frozen or (is_late and self.links.needs_stop):
-                    entry.ready = accelerator.mark()  # another thread may issue it, on another stream
+                if journal.is_frozen or (is_late and (self.links.needs_stop or not journal.has_own())):
+                    entry.ready = accelerator.mark()  # another thread may issue it, on another stream: also `settle`
                 if is_kept or journal.is_frozen:
                     journal.entries.append(entry)
                     journal.note_order(entry)
@@ -314,6 +314,7 @@ class ManagedGroup(SeenByTorch):
         except Exception as error:
             diagnosis = self.session.diagnose(error)
             if diagnosis.is_known and diagnosis.can_wait and self.session.is_repairable():
+                entry.ready = entry.ready or accelerator.mark()
                 return Refused(error)
             self.session[Journal].drop(entry)
             raise

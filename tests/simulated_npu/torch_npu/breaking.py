@@ -43,3 +43,8 @@ def fail_next_collective(state: State = State.HCCS_LINK_EXIT) -> None:
 def lose_device() -> None:
     """This thread's device does not answer any more."""
     _C.fail(current_device(), State.LOST)
+
+
+def close_gate() -> None:
+    """This thread's stream computes nothing more until a broadcast that is issued after this has succeeded."""
+    _C.close_gate()

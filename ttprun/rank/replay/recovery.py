@@ -110,6 +110,7 @@ class Recovery:
         if self._thread.is_alive():
             raise TimeoutError(f"the recovery thread has not ended within {RETIRE_LIMIT_S:.0f} s")
         generations.break_connections(self._session)
+        generations.settle()  # the script will write to all that its last run has used
         with self._session[Journal].lock:
             self._session[Journal].is_frozen = False
         self._session[Journal].clear()
@@ -223,13 +224,13 @@ class Recovery:
             session.channel.send(rank_events.MismatchFound(order.generation, reason, detail))
 
     def _carry_out(self, order: Ordered) -> None:
-        generations.enter(self._session)
         if type(order) not in _ACTS:
             raise RuntimeError(f"a rank that trains cannot carry out {order}")
         is_saved = isinstance(order, to_rank.Resume) and order.generation == self._saved_in
         if is_saved and held_signals.is_end_near():
             held_signals.note_saved()
-        _ACTS[type(order)][1](self._session, order, self._check_overtaken)
+        with generations.enter(self._session):
+            _ACTS[type(order)][1](self._session, order, self._check_overtaken)
         if isinstance(order, to_rank.Dump):
             self._saved_in = order.generation
 

@@ -115,7 +115,7 @@ STAGES: tuple[Stage[_Freeze], ...] = (
     ),
     Stage(
         "device",
-        lambda _: generations.settle(),
+        lambda freeze: generations.settle(freeze.session),
         "after it has settled: the step that this has let begin gives the device work, too",
     ),
     Stage("report", _report, "last: the digest is of weights that nothing changes any more"),
@@ -225,7 +225,7 @@ def take_gradients(session: Rank, order: to_rank.TakeGradients, check_overtaken:
     """Take another rank's gradients of the step that both are about to take; errors as those of fetch_state."""
     optimizer = _await_step(session, order, check_overtaken)
     state_transfer.take_gradients(_place_of(session, order), optimizer, order.limit_s, check_overtaken)
-    accelerator.synchronize()  # the main thread steps on another stream
+    accelerator.finish_here()  # the main thread steps on another stream
     session[Verifier].look_again(order.boundary)
     taken = f"gradients of step {order.boundary - 1}, taken from rank {order.source}, as some were equal to rounding"
     session.channel.send(from_rank.Compared([taken], []))

@@ -1,4 +1,5 @@
 #include "device.h"
+#include "kind.h"
 #include <c10/util/Exception.h>
 #include <pthread.h>
 #include <unistd.h>
@@ -277,6 +278,43 @@ void Device::synchronize() {
   }
   ++g_drains;
   for (auto* queue : all) queue->drain_uncounted();
+}
+
+MarkPtr Device::gate(const std::string& operation) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return gate_ && !gate_->is_set() && opens_gate.count(operation) ? gate_ : nullptr;
+}
+
+void Device::close_gate(c10::StreamId stream, const std::string& operation) {
+  MarkPtr gate;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!gate_ || gate_->is_set()) {
+      gate_ = std::make_shared<Mark>();
+      opens_gate = {"broadcast"};  // in which a survivor gives its result in the place of any operation
+    }
+    opens_gate.insert(operation);
+    gate = gate_;
+  }
+  ++stuck;
+  Task task;
+  task.run = [this, gate] { while (!gate->wait_for(POLL) && state() == RUN && !g_is_over) {} --stuck; };
+  task.is_always_run = true;
+  queue(stream).push(std::move(task));
+}
+
+void Device::load(const std::string& kernel) {
+  const bool is_alone = is_kind("lock");
+  if (!is_alone && !is_kind("load")) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (loaded.count(kernel)) return;
+  }
+  std::unique_lock<std::mutex> alone(launching, std::defer_lock);
+  if (is_alone) alone.lock();
+  while (stuck > 0 && state() == RUN && !g_is_over) std::this_thread::sleep_for(milliseconds(1));
+  std::lock_guard<std::mutex> lock(mutex);
+  loaded.insert(kernel);
 }
 
 // Memory.

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -103,6 +104,14 @@ class Device {
   void synchronize();
   bool is_computing();
 
+  // What this stream is given from now on waits until an operation like this one succeeds, or the device is stopped.
+  void close_gate(c10::StreamId stream, const std::string& operation);
+  MarkPtr gate(const std::string& operation);      // that it opens; null: none
+  // A kernel is about to be launched, maybe for the first time: see kind.h, load and lock.
+  void load(const std::string& kernel);
+  std::atomic<int> stuck{0};                       // tasks that wait for a peer or at a gate
+  std::mutex launching;                            // held during a first launch
+
   // For a tensor of this stream.
   Held allocate(size_t size, c10::StreamId stream);
   // The stream uses it, too: it is not given away before what is there now has run (`record_stream`).
@@ -139,6 +148,9 @@ class Device {
   bool has_ecc = false, is_library_poisoned = false;
   std::map<c10::StreamId, std::unique_ptr<Queue>> queues;
   c10::StreamId newest_stream = 0;
+  MarkPtr gate_;
+  std::set<std::string> opens_gate;
+  std::set<std::string> loaded;                   // kernels
   struct Free { char* ptr; size_t size; c10::StreamId stream; std::vector<MarkPtr> uses; };
   void put_away(const Free& free);
   void put_away_unused();

@@ -146,8 +146,8 @@ class ProcessGroupHCCL final : public c10d::Backend {
     if (!is_kind("abort")) finish_all();
     reinit();
   }
-  void eagerConnectSingleDevice(at::Device) override {
-    connected();
+  void eagerConnectSingleDevice(at::Device on) override {
+    connected(device(on.index()));
     is_eager_ = true;
   }
   Watchdog& watchdog() { return watchdog_; }
@@ -396,7 +396,11 @@ class ProcessGroupHCCL final : public c10d::Backend {
     std::vector<Held> reads;
     for (auto& one : inputs) reads.push_back(held(one));
     of.check_safe(reads);
-    auto link = connected(pair);
+    auto link = connected(of, pair);
+    size_t size = 0;  // not that of the operation with which a communicator is made, mostly
+    for (auto& one : outputs) size += one.nbytes();
+    const auto kind = op == c10d::OpType::BROADCAST ? "broadcast" : name + std::to_string(size);
+    const auto gate = of.gate(kind);  // that this one opens
 
     auto work = c10::make_intrusive<HcclWork>(rank_, op, outputs, on, op == c10d::OpType::BARRIER);
     const auto stream = is_async ? lane_of(pair, on) : current_stream(index);
@@ -411,10 +415,15 @@ class ProcessGroupHCCL final : public c10d::Backend {
     const bool is_p2p = c10d::isP2POp(op) || op == c10d::OpType::COALESCED;
     const double least = least_ms(op == c10d::OpType::_ALLGATHER_BASE ? "all_gather" : op == c10d::OpType::_REDUCE_SCATTER_BASE ? "reduce_scatter" : name);
     task.cancel = [outcome](std::exception_ptr error) { outcome->fail(std::move(error)); };
+    const auto caller = current_stream(index).id();
     task.run = [=, &of, timeout = timeout_.load()] {
       for (size_t i = 0; i < sources.size(); ++i) Tensor(from[i]).copy_(sources[i]);
+      ++of.stuck;
       const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double, std::milli>(least);
       const bool has_succeeded = carried(carries, link, of, timeout, *outcome, is_p2p);
+      if (!has_succeeded && link->is_aborted && is_kind("gate")) of.close_gate(caller, kind);
+      if (has_succeeded && gate) gate->set();
+      --of.stuck;
       std::this_thread::sleep_until(until);
       if (!has_succeeded) {
         for (auto& target : targets) garble(target);
@@ -504,13 +513,14 @@ class ProcessGroupHCCL final : public c10d::Backend {
     else Tensor(target).zero_();
   }
 
-  std::shared_ptr<Link> connected(int pair = ALL) {
+  std::shared_ptr<Link> connected(Device& of, int pair = ALL) {
     if (auto link = link_of(pair)) return link;
     // No abort sees what is being made here, or ends it.
     std::lock_guard<std::mutex> alone(connecting_);
     if (auto link = link_of(pair)) return link;
     auto made = std::make_shared<Link>();
     made->gloo = connect_(generation_, pair);
+    if (is_kind("null")) of.queue(0).drain_uncounted();
     std::lock_guard<std::mutex> lock(mutex_);
     return links_[pair] = made;
   }

@@ -10,6 +10,13 @@
 //
 // nccl       abort ends running operations, and returns when all that was given to the communicator has ended
 //
+// And some are in the way, as a real one may be:
+//
+// gate       a stream whose collective was aborted computes nothing more until one like it has succeeded
+// null       a communicator is made with a copy on the null stream, as CollNet's is: after all that this was given
+// load       a kernel's first launch waits until no stream waits for a peer or at a gate
+// lock       the same, and no other kernel is launched meanwhile
+//
 // SIMULATED_NPU_KIND names those to have, separated by commas; "" none.
 #pragma once
 

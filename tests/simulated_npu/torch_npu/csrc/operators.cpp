@@ -1,6 +1,7 @@
 // What runs on the devices: each operator is the CPU's, in a stream's thread, on the same memory. The host only finds
 // out what the result will look like, from the operator's implementation for meta tensors. Begin with `fallback`.
 #include "operators.h"
+#include "kind.h"
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
@@ -275,6 +276,8 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool is_non_blocking) {
     auto& of = device(to.device().index());
     if (self.device() != to.device()) finish(device(self.device().index()));
     of.check_safe({held(self)});
+    if (self.scalar_type() != to.scalar_type() || !self.is_contiguous() || !to.is_contiguous())  // else the copy engine does it
+      of.load("copy");
     launch(of, [from = as_host(self), into = as_host(to)]() mutable { into.copy_(from); }, {held(self)});
     if (self.device() != to.device()) finish(of);
   } else if (to.is_privateuseone()) {
@@ -360,6 +363,7 @@ struct Call {
   Stack meta, host;
   std::vector<Held> reads;
   std::vector<std::pair<Tensor, Tensor>> written;  // as it came, as a shape
+  std::vector<at::ScalarType> types;               // of its tensors on the device
   int index = -1;                                  // of the device
 
   void add(const Tensor& tensor, bool is_written, bool is_read, Tensor& meta_of, Tensor& host_of) {
@@ -369,6 +373,7 @@ struct Call {
       TORCH_CHECK(index < 0 || index == tensor.device().index(),
                   "Expected all tensors to be on the same device, but found npu:", index, " and ", tensor.device());
       index = tensor.device().index();
+      types.push_back(tensor.scalar_type());
       host_of = as_host(tensor);
       if (is_written) written.emplace_back(tensor, meta_of);
       if (is_read) reads.push_back(held(tensor));
@@ -484,6 +489,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     TORCH_CHECK(named.device().is_privateuseone(), "Expected a 'npu' device type for generator but found 'cpu'");
     call.host[i] = static_cast<Generator*>(named.unsafeGetGeneratorImpl())->draw();
   }
+  std::string kernel = schema.name() + "." + schema.overload_name();
+  for (const auto& type : call.types) kernel += std::string(" ") + c10::toString(type);
+  of.load(kernel);
   if (needs_the_host(op) || is_random_unnamed) return run_at_once(op, stack, call.index);
 
   const auto runs = stand_in(op, call, *stack);
@@ -617,6 +625,7 @@ Tensor as_host(const Tensor& tensor) {
 
 void launch(Device& of, std::function<void()> run, std::vector<Held> reads) {
   of.check();
+  if (is_kind("lock")) std::lock_guard<std::mutex> lock(of.launching);
   if (torch::autograd::get_current_graph_task_id() != -1) of.was_in_backward = true;
   Task task;
   task.run = std::move(run);
