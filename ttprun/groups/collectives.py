@@ -396,6 +396,7 @@ class Message(Entry):
         """As in Entry; of what has come on a device it is made here, for which that is waited for."""
         if self._received is not None:
             parts, finish = self._received
+            accelerator.wait_on(self.ready)
             self._received, self._digest = None, f"{finish([part.cpu() for part in parts])[0]:016x}"
         return self._digest
 
@@ -411,6 +412,7 @@ class Message(Entry):
         elif self.outputs:
             with accelerator.on(self.stream):  # that may write to it next
                 self._received = sampled_later([self.outputs[0].detach()], self.number)
+                self.ready = accelerator.mark()
 
     def release(self) -> None:
         """What was received is the script's alone."""

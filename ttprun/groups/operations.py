@@ -283,8 +283,8 @@ class Entry:
     kept_version  of its output, when the mirror got a copy of that; -1: it has none
     reduces_again  its input is the result of a reduction of FSDP2
     sends_copy  it is issued again with the copies alone: `send_copy`
-    ready       event of the device after which its inputs are there, if another thread issues it; of the first one
-                since a step always, as the step has ended by then
+    ready       event of the device after which its inputs are there, if another thread issues it, and what is kept of
+                its result; of the first one since a step always, as the step has ended by then
     """
 
     # Class attributes, as most entries never change these.

@@ -86,7 +86,7 @@ class Results:
         else:
             outputs, ready = [bytes_of(tensor).tobytes() for tensor in entry.outputs], None
         if entry.op in SAME_FOR_ALL:
-            entry.result = outputs
+            entry.result, entry.ready = outputs, ready or entry.ready  # a recovery may send it, from another stream
         with self._lock:
             self._newest.append((step, entry.place, outputs, ready, steps <= SELDOM))
             if steps <= SELDOM and all(isinstance(output, bytes) for output in outputs):
