@@ -106,6 +106,8 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         self.asked_for = uuid
+        if uuid.startswith("MIG-"):
+            raise self.NVMLError("Not Found")
         return "handle"
 
     def nvmlSystemGetDriverVersion(self) -> str:
@@ -210,6 +212,17 @@ def test_a_gpu_without_events_and_ecc_is_no_worse_for_it() -> None:
     management = FakeNvml(has_events=False, has_ecc=False)
 
     assert CudaDevice(FakeTorch(), 0, management).health().is_usable
+
+
+def test_a_part_of_a_gpu_that_nvml_refuses_works_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, management = FakeTorch(), FakeNvml()
+    monkeypatch.setattr(fake.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="MIG-1111"))
+
+    health = CudaDevice(fake, 0, management).health()
+
+    assert management.asked_for == "MIG-1111"
+    assert health.is_usable
+    assert health.findings == ("NVML refuses this GPU (part of one, by MIG?): ECC and Xid errors are not named",)
 
 
 def test_communicators_are_aborted_where_there_are_any() -> None:

@@ -65,7 +65,8 @@ class Gpu:
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         self._nvml = nvml
-        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        is_whole = uuid.startswith(("GPU-", "MIG-"))
+        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid if is_whole else f"GPU-{uuid}")
         self._xids: list[int] = []
         self._events: Any = None
         with contextlib.suppress(nvml.NVMLError):  # not every GPU and not every container has events
@@ -117,6 +118,7 @@ class CudaDevice(Device):
         self._torch = torch
         self._index = index
         self._gpu: Gpu | None = None
+        self._has_nvml = nvml_module is not None
         if nvml_module is not None:
             with contextlib.suppress(nvml_module.NVMLError):
                 self._gpu = Gpu(nvml_module, str(torch.cuda.get_device_properties(index).uuid))
@@ -136,6 +138,8 @@ class CudaDevice(Device):
     def health(self) -> Health:
         """Waits for the GPU's running work, since a kernel's error is reported only then."""
         findings = [] if self._gpu is None else list(self._gpu.findings())
+        if self._has_nvml and self._gpu is None:
+            findings.append(("NVML refuses this GPU (part of one, by MIG?): ECC and Xid errors are not named", True))
         try:
             self._torch.cuda.synchronize(self._index)
         except Exception as error:
