@@ -48,6 +48,11 @@ OF_SCRIPT = Reason("same-fault-again", "this is an error of the script itself")
 NO_MEMORY = Reason("same-fault-again", "this machine had no memory left for it")
 AGAIN = Reason("same-fault-again", "the script fails again in a new process")
 CRASH = Reason("same-fault-again", "a new process crashes in the same line of the same step")
+BY_PEER = {"device-lost", "remote-suspect"}  # what a GPU's error is, by its text, if the memory of a peer has gone
+OF_PEER_MEMORY = (
+    "perhaps as a killed rank's memory was gone, which its GPU was using: if this comes again, set NCCL_NVLS_ENABLE=0, "
+    "and if that does not help NCCL_P2P_DISABLE=1"
+)
 LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
@@ -412,7 +417,16 @@ def note_fault(job: Job, event: LossEvent) -> Job:
     if job.incident.kind == CONNECTION and not ranks and isinstance(event, RankExited):
         return exit_as_cause(job, event)
     ranks = (*ranks, *(rank for rank in ranks_of(event) if rank not in ranks))
-    return add_fault(job, event.sentence).with_incident(ranks=ranks)
+    sentence = f"{event.sentence} ({OF_PEER_MEMORY})" if has_used_peer_memory(job, event) else event.sentence
+    return add_fault(job, sentence).with_incident(ranks=ranks)
+
+
+def has_used_peer_memory(job: Job, event: LossEvent) -> bool:
+    """Whether a GPU may have failed as it used the memory of a rank that was killed, whichever was seen first."""
+    assert job.incident is not None
+    said = f"{job.incident.reason} {event.sentence}"
+    is_of_gpu = bool(BY_PEER & {job.incident.kind, event.kind}) and "CUDA error" in said
+    return is_of_gpu and " was killed (" in said
 
 
 def exit_as_cause(job: Job, event: RankExited) -> Job:
