@@ -5,6 +5,7 @@ Nothing is imported or initialized to find it: what a script has not used has no
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -140,6 +141,18 @@ def is_capturing() -> bool:
     device = in_use()
     ask = getattr(device[1], "is_current_stream_capturing", None) if device is not None else None
     return ask is not None and bool(ask())
+
+
+def mps_control() -> str:
+    """Where CUDA's Multi-Process Service takes orders for this process's GPUs; "" if none runs."""
+    pipe = os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control")
+    return pipe if os.path.exists(pipe) else ""
+
+
+def has_loaded(library: str) -> bool:
+    """Whether a shared library whose file begins so is in this process."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        return any(os.path.basename(line.rstrip()).startswith(library) for line in maps)
 
 
 def random_states() -> tuple[str, list[bytes]] | None:

@@ -263,7 +263,10 @@ def abort_all(links: Sequence[Link]) -> None:
     if failed:
         raise DeviceFailedError(f"a communicator cannot be aborted ({in_one_line(failed[0])})") from failed[0]
     if n_left:
-        raise DeviceFailedError(f"the abort of {n_left} communicators has not returned within {ABORT_LIMIT_S:.0f} s")
+        raise DeviceFailedError(
+            f"the abort of {n_left} communicators has not returned within {ABORT_LIMIT_S:.0f} s; something else may "
+            "run on the device that no abort ends: a kernel of the script's, or NVSHMEM's"
+        )
 
 
 def _abort_late(link: Link) -> None:

@@ -144,6 +144,12 @@ REASONS = (
         _LIMITS,
     ),
     _not_protected(
+        "mps",
+        "Under CUDA's MPS the end of one process with running kernels ends the kernels of the others on its GPU.",
+        "end it (echo quit | nvidia-cuda-mps-control), or set CUDA_MPS_PIPE_DIRECTORY to an empty folder",
+        "devices#GPUs",
+    ),
+    _not_protected(
         "messages-not-repaired",
         "Communication that cannot be issued again in the same form after a fault.",
         "use all_reduce and the like, or messages on the CPU that are received in the step in which they are sent",

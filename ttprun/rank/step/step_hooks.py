@@ -474,6 +474,18 @@ def _look_at_state(session: Rank) -> None:
         except fail_open.NotRepairableError as error:
             reason = Reason.of(error, "state-unreadable")
             session.give_up_protection(reason.within(f"{reason}, and another rank cannot load that"))
+        if _is_on_device():
+            _look_beside(session)
+
+
+def _look_beside(session: Rank) -> None:
+    """After the first step: what runs on the device that no abort ends, or that a rank's end takes with it."""
+    if pipe := accelerator.mps_control():
+        session.give_up_protection(Reason("mps", f"CUDA's MPS serves this machine's GPUs ({pipe})"))
+    if accelerator.has_loaded("libnvshmem"):
+        session.give_up_protection(
+            Reason("symmetric-memory", "the script has loaded NVSHMEM, whose kernels use other ranks' memory directly")
+        )
 
 
 def report_imports(session: Rank) -> None:
