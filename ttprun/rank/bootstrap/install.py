@@ -49,7 +49,7 @@ CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
 _RANK_DIED = signal.SIGRTMAX - 6  # to its forked children; beside the signal of rank/heartbeat.py
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
 _OURS = os.path.dirname(text_hashes.__file__) + os.sep
-_ROOM_LIMIT_S, _LOOK_EVERY_S = 5.0, 0.1
+_ROOM_LIMIT_S, _NEXT_PIECE_S, _LOOK_EVERY_S = 20.0, 1.5, 0.1
 _EARLY_THREADS_LIMIT_S = 1.0  # for a failed script's threads; before the first step they have nothing to save
 _THREADS_LIMIT_S = 30.0  # as torch gives to ranks that it ends
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
@@ -246,15 +246,20 @@ def _leave_threads(presence: Presence, limit_s: float) -> None:
 
 
 def _wait_for_room(presence: Presence) -> None:
-    """Until the device has more free memory than now, so that the next process does not come too early, too."""
+    """Until the memory that returns to the device has all come, so that the next process is not too early, too.
+
+    A driver may give much memory back late, and piece by piece: as long as there is more each time, it is waited for.
+    """
     from ttprun.device import interface
 
     presence.channel.send(from_rank.Note("its device has no memory for it yet; a new process tries again"))
     with contextlib.suppress(Exception):  # a driver may raise anything while the device is busy
         device = interface.current()
-        free_bytes = device.memory().free_bytes
-        until_s = time.monotonic() + _ROOM_LIMIT_S
-        while device.memory().free_bytes <= free_bytes and time.monotonic() < until_s:
+        most_bytes, until_s = device.memory().free_bytes, time.monotonic() + _ROOM_LIMIT_S
+        while time.monotonic() < until_s:
+            free_bytes = device.memory().free_bytes
+            if free_bytes > most_bytes:
+                most_bytes, until_s = free_bytes, time.monotonic() + _NEXT_PIECE_S
             time.sleep(_LOOK_EVERY_S)
 
 
