@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import RunTtprun, Undisturbed, assert_recovered_by, assert_same_outcome
+from tests.e2e.harness import SCRIPTS, RunTtprun, Undisturbed, assert_recovered_by, assert_same_outcome
 
 SCRIPT = "on_device.py"
 LAYOUTS = "device_layouts.py"
@@ -69,6 +70,31 @@ def test_hsdp_with_more_gradients_than_the_journal_may_hold_loses_no_step(
     if not faults:
         ours, theirs = (int(re.findall(r"peak (\d+) bytes", "".join(run.stdout[0]))[0]) for run in (result, reference))
         assert ours <= 1.02 * theirs
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("mps", "CUDA's MPS serves this machine's GPUs"), ("nvshmem", "the script has loaded NVSHMEM")],
+)
+def test_mps_and_nvshmem_beside_the_script_end_protection_by_name(
+    run_ttprun: RunTtprun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str, said: str
+) -> None:
+    """A file that is mapped stands for a library that is loaded, another one for the daemon's pipe."""
+    library, script = tmp_path / "libnvshmem_host.so.3", tmp_path / "loads_a_library.py"
+    library.write_bytes(b"library")
+    maps = f"mapped = mmap.mmap(os.open({str(library)!r}, os.O_RDONLY), 0, prot=mmap.PROT_READ)"
+    loads = f"import mmap\nimport os\n\n{maps}\n" if what == "nvshmem" else ""
+    script.write_text(loads + (SCRIPTS / LAYOUTS).read_text())
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if what == "mps":
+        (tmp_path / "control").touch()
+
+    result = run_ttprun(str(script), 2, script_args=["--steps=6"], device=NPU)
+
+    assert result.exit_code == 0, result.story()
+    reasons = [event["reason"] for event in result.events if event["event"] == "rank_unprotected"]
+    assert reasons, result.story()
+    assert all(reason.startswith(said) for reason in reasons), result.story()
 
 
 def test_fsdp2_with_more_weights_than_the_journal_may_hold_stays_protected_and_takes_no_more_memory(
