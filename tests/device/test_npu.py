@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 
 from tests.device.fake_npu import RELEASES, TEXTS, FakeNpu, FakeTorchNpu, Queue
 from ttprun.device import npu
-from ttprun.device.device_errors import DeviceErrors, DeviceFault
+from ttprun.device.device_errors import HCCL_VARIABLES, ROWS, DeviceErrors, DeviceFault
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, MemoryCheck
 from ttprun.device.npu import NpuDevice
 
@@ -21,6 +23,31 @@ TABLE = DeviceErrors({})
 @pytest.fixture(params=RELEASES)
 def device(request: pytest.FixtureRequest) -> FakeNpu:
     return FakeNpu(request.param)
+
+
+def used_in(path: Path) -> set[str]:
+    """Names of torch_npu's that a file of ours asks for, as attributes of its module or by getattr, hasattr or _call."""
+    used = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith((".npu", "_npu")):
+            used.add(node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "self._call"):
+            used |= {one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    return used
+
+
+def test_nothing_is_used_of_torch_npu_that_is_not_in_the_list_with_its_release() -> None:
+    product = Path(npu.__file__).parents[1]
+    of_device = used_in(product / "device" / "npu.py") | used_in(product / "device" / "interface.py")
+    of_command = {name for name in used_in(product / "cli" / "software_checks.py") if name == "device_count"}
+    of_groups = {name for name in used_in(product / "groups" / "device_link.py") if "hccl" in name}
+    texts = [row.pattern for row in ROWS if row.library == "torch_npu"]
+    alternatives = [text.replace("(?:HCCS|UB)", link) for text in texts for link in ("HCCS", "UB")]
+    in_texts = {text for pattern in alternatives for text in re.findall(r"\\b([A-Z ]+)\\b", pattern)}
+
+    used = of_device | of_command | of_groups | in_texts | {*HCCL_VARIABLES}
+
+    assert used - {"npu", "__version__", "version"} == {*npu.NAMES}
 
 
 @pytest.mark.parametrize(

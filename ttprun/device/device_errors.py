@@ -373,6 +373,8 @@ HCCL_VARIABLES: dict[str, str] = {
     "TORCH_HCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_HCCL_DESYNC_DEBUG": "0",
+    "HCCL_ASYNC_ERROR_HANDLING": "0",  # as the releases 2.6 to 2.9 call it, at least
+    "HCCL_DESYNC_DEBUG": "0",
 }
 VARIABLES = NCCL_VARIABLES | HCCL_VARIABLES
 

@@ -1,7 +1,7 @@
 """An Ascend NPU through torch_npu. Never run on one: written from its sources, and tested against a simulation.
 
-torch_npu differs between releases. 2.1: `stop_device` returns None. 2.7: it returns 0 or 1. 2.13: `restart_device` has
-a third argument, which we do not use. Missing functions are not called.
+torch_npu differs between releases, see NAMES. 2.1: `stop_device` returns None. 2.7: it returns 0 or 1. 2.13:
+`restart_device` has a third argument, which we do not use. Missing functions are not called.
 """
 
 from __future__ import annotations
@@ -23,6 +23,23 @@ from ttprun.device.interface import (
 )
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+# What ttprun uses of torch_npu -> the first release that has it, of those that were read: the wheels of 2.6.0, 2.7.1,
+# 2.8.0, 2.9.0 and 2.14.0. Functions, then texts of errors, then variables of the environment. None has gone since.
+NAMES: dict[str, str] = {
+    **dict.fromkeys(("is_available", "is_initialized", "device_count", "current_device"), "2.6.0"),
+    **dict.fromkeys(("get_device_name", "mem_get_info", "synchronize", "empty_cache"), "2.6.0"),
+    **dict.fromkeys(("stop_device", "restart_device", "check_uce_in_memory", "_recovery"), "2.6.0"),
+    **dict.fromkeys(("update_npu_tensor_to_safe", "reinit_process_group", "abort_hccl_comm"), "2.6.0"),
+    **dict.fromkeys(("UCE ERROR", "HBM MULTI BIT ECC", "SUSPECT MEM ERROR", "FORCE STOP"), "2.6.0"),
+    **dict.fromkeys(("HCCL OP RETRY FAILED", "HCCS LINK ERROR"), "2.6.0"),
+    "SUSPECT REMOTE ERROR": "2.7.1",
+    "UB LINK ERROR": "2.14.0",
+    **dict.fromkeys(("HCCL_ASYNC_ERROR_HANDLING", "HCCL_DESYNC_DEBUG"), "2.6.0"),
+    **dict.fromkeys(("TORCH_HCCL_ENABLE_MONITORING", "TORCH_HCCL_DUMP_ON_TIMEOUT"), "2.6.0"),
+    "TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2.6.0",
+    **dict.fromkeys(("TORCH_HCCL_ASYNC_ERROR_HANDLING", "TORCH_HCCL_DESYNC_DEBUG"), "2.14.0"),
+}
 
 
 def load() -> Any:
