@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.options import OPTIONS
 from tests.rank.fakes import FakeChannel, become, make_session
 from tests.rank.scripts import run_plain, run_under_shim
+from ttprun.device import interface
+from ttprun.device.interface import MemoryFigures
 from ttprun.introspect.current_rank import Mode, Rank
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
@@ -90,3 +93,34 @@ def test_an_error_that_the_script_catches_and_shows_by_the_hook_itself_is_not_it
 
     assert (ours.code, ours.printed) == (0, run_plain(["train.py"], tmp_path).printed)
     assert [one for one in ours.messages if isinstance(one, from_rank.ScriptError)] == []
+
+
+class ReturningMemory:
+    """A device to which a killed process's memory returns late and in pieces, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def memory(self) -> MemoryFigures:
+        pieces = min(8, max(0, int(self.now_s - 7)))
+        return MemoryFigures(free_bytes=10 + pieces, total_bytes=80)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+
+
+def test_memory_that_returns_late_and_piece_by_piece_is_waited_for_by_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, sent = ReturningMemory(), list[object]()
+    monkeypatch.setattr(install, "time", device)
+    monkeypatch.setattr(interface, "current", lambda: device)
+
+    install._wait_for_room(SimpleNamespace(channel=SimpleNamespace(send=sent.append)))  # type: ignore[arg-type]
+
+    assert device.memory().free_bytes == 18
+    assert device.now_s < 20
+    assert len(sent) == 1
