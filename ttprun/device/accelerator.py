@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +16,8 @@ NEEDED = (  # of a device's module; a backend for a device that lacks any of it 
     *("is_initialized", "device_count", "current_device", "set_device", "synchronize", "get_rng_state"),
     *("set_rng_state", "Event", "Stream", "stream", "current_stream"),
 )
+
+_LOOK_AGAIN_S = 50e-6  # at a copy of a few MiB, which takes some 300 us
 
 _own_streams: dict[int, Any] = {}  # by the number of a device; one process has one
 
@@ -102,10 +105,22 @@ def beside(event: Any = None) -> AbstractContextManager[Any]:
     return module.stream(_own_streams[index])  # type: ignore[no-any-return]
 
 
-def finish_here() -> None:
-    """Wait until what this thread has given its current stream is done. Raises the device's error."""
-    if (event := mark()) is not None:
+def finish_here(limit_s: float | None = None) -> None:
+    """Wait until what this thread has given its current stream is done. Raises the device's error.
+
+    limit_s   after which TimeoutError is raised; None: waits as long as it takes
+    """
+    event = mark()
+    if event is None:
+        return
+    if limit_s is None:
         event.synchronize()
+        return
+    end_s = time.monotonic() + limit_s
+    while not event.query():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"the device has not done its work within {limit_s:.0f} s")
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def pin(address: int, size_bytes: int) -> bool:

@@ -152,15 +152,17 @@ class Memory:
         try:
             self._size = os.fstat(fd).st_size
             self._map = mmap.mmap(fd, self._size, flags=mmap.MAP_SHARED)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         finally:
             os.close(fd)
 
     def release(self) -> None:
         """Give all memory of the file back; no tensor in it may be used any more. Raises OSError."""
-        self._unmap()
+        self.unmap()
         os.truncate(self._path, 0)
 
-    def _unmap(self) -> None:
+    def unmap(self) -> None:
+        """Let go of it here; what is in the file stays. No tensor in it may be used any more."""
         for address in self._pinned:
             accelerator.unpin(address)
         self._pinned, self._is_pinnable = [], True
@@ -181,7 +183,7 @@ class Memory:
         """Set the file's size. Raises OSError, also if memory is short."""
         if size_bytes == self._size:
             return
-        self._unmap()
+        self.unmap()
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.ftruncate(fd, size_bytes)

@@ -1,12 +1,14 @@
-"""Send the optimizers' tensors, or gradients, from a survivor to a replacement, as raw bytes over a socket.
+"""Send the optimizers' tensors, or gradients, from a survivor to a replacement, as raw bytes.
 
 The tensors are sent in the order of `replicated`, after a header in msgpack; nothing is pickled. Of a sharded tensor
-the survivor's part is sent, which must be the replacement's part, too.
+the survivor's part is sent, which must be the replacement's part, too. On one node the bytes go through shared memory
+(`_Ring`), else over the socket.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import os
 import secrets
@@ -19,12 +21,14 @@ from typing import Protocol
 import msgpack
 import torch
 
-from ttprun.introspect import model_tensors
+from ttprun.device import accelerator
+from ttprun.introspect import model_tensors, stages
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.model_tensors import shown_to
-from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.introspect.tensor_bytes import bytes_of, plain, unseen
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import sharded
+from ttprun.tensors.memory import Memory, free_bytes
 from ttprun.tensors.replicated import describe, digest, digest_of_shards, take_over
 
 # Where the source of a state and those that it repairs meet: on one node, or over nodes. Read `InDirectory` first.
@@ -34,11 +38,15 @@ _TOKEN_BYTES = 32
 
 
 class InDirectory:
-    """On one node: a Unix socket in the run's directory, which only its user may enter."""
+    """On one node: a Unix socket in the run's directory, which only its user may enter.
 
-    def __init__(self, directory: str, name: str) -> None:
+    note   called with what the operator should know
+    """
+
+    def __init__(self, directory: str, name: str, note: Callable[[str], None] = lambda _: None) -> None:
         self._directory = directory
         self._name = name
+        self.note = note
 
     @contextlib.contextmanager
     def listen(self, backlog: int) -> Iterator[socket.socket]:
@@ -159,6 +167,180 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 _LENGTH = struct.Struct("<q")
 _LOOK_AGAIN_S = 0.05
 
+# How the tensors go. One byte says which way it is; with the ring's comes the descriptor of its memory.
+
+
+_RING, _SOCKET = b"r", b"s"
+_RING_FROM_BYTES = 1 << 20  # less is in a socket at once
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_SLOTS = 2
+_SLOT_BYTES = 8 << 20  # a device copies it in less than a millisecond, and CUDA is told of two in a few
+
+
+class _Ring:
+    """Two slots of memory that both ends have: one is filled while the other is read.
+
+    The socket says how many bytes are in the next slot, and that a slot was read. The memory has no name, so it goes
+    with the last process that has it, however that ends.
+
+    connection   between the ends, with a time-out
+    fd           of the memory, which has its size
+    limit_s      for each wait for the device
+    """
+
+    def __init__(self, connection: socket.socket, fd: int, limit_s: float) -> None:
+        self._connection = connection
+        self._limit_s = limit_s
+        self._memory = Memory(f"/proc/self/fd/{fd}")
+        self._memory.open()
+        self._memory.pin_more()
+        self._slot_bytes = self._memory.size // _SLOTS
+        self._turn = 0
+        self._at = 0  # in the slot
+        self._in_slot = 0  # the receiver's: bytes that there are
+        self._unread = 0  # the source's: slots that the receiver has not read yet
+
+    @unseen
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send all of them. Raises OSError, also if the receiver leaves before all is in the slots."""
+        with torch.no_grad(), accelerator.beside(accelerator.mark()):
+            for tensor in tensors:
+                flat = _flat(tensor if _is_direct(tensor) else plain(tensor))
+                at = 0
+                while at < len(flat):
+                    if self._at == 0 and self._unread == _SLOTS:
+                        self._await_reader()
+                    size = min(len(flat) - at, self._slot_bytes - self._at)
+                    self._part(size).copy_(flat[at : at + size], non_blocking=True)
+                    at += size
+                    if self._at == self._slot_bytes:
+                        self._pass_on()
+            if self._at:
+                self._pass_on()
+        with contextlib.suppress(OSError):  # all was given: what becomes of it the receiver says by itself
+            while self._unread:
+                self._await_reader()
+
+    def _pass_on(self) -> None:
+        accelerator.finish_here(self._limit_s)
+        self._connection.sendall(_LENGTH.pack(self._at))
+        self._unread += 1
+        self._turn, self._at = (self._turn + 1) % _SLOTS, 0
+
+    def _await_reader(self) -> None:
+        exactly(self._connection, 1)
+        self._unread -= 1
+
+    @unseen
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor; what this thread gives its stream from now on finds it so. Raises OSError."""
+        target = tensor.detach() if _is_direct(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+        flat = _flat(target)
+        with torch.no_grad():
+            with accelerator.beside(accelerator.mark()):
+                at = 0
+                while at < len(flat):
+                    if self._at == self._in_slot:
+                        self._next()
+                    size = min(len(flat) - at, self._in_slot - self._at)
+                    flat[at : at + size].copy_(self._part(size), non_blocking=True)
+                    at += size
+                written = accelerator.mark()
+            if written is not None:
+                accelerator.wait_on(written)
+            if not _is_direct(tensor):
+                tensor.copy_(target)
+
+    def _next(self) -> None:
+        """Wait for the next slot."""
+        self.end_slot()
+        (self._in_slot,) = _LENGTH.unpack(exactly(self._connection, _LENGTH.size))
+        if not 0 < self._in_slot <= self._slot_bytes:
+            raise ConnectionError(f"the source of the state has put {self._in_slot} bytes into {self._slot_bytes}")
+
+    def end_slot(self) -> None:
+        """All that was received is where it belongs: let the source have the slot."""
+        if not self._in_slot:
+            return
+        with accelerator.beside():
+            accelerator.finish_here(self._limit_s)
+        with contextlib.suppress(OSError):  # a source that is lost is noticed where more is expected of it
+            self._connection.sendall(b"\0")
+        self._turn, self._at, self._in_slot = (self._turn + 1) % _SLOTS, 0, 0
+
+    def _part(self, size: int) -> torch.Tensor:
+        """The next bytes of the slot."""
+        begin, self._at = self._turn * self._slot_bytes + self._at, self._at + size
+        return self._memory.tensor(begin, torch.empty(size, dtype=torch.uint8, device="meta"))
+
+    def close(self) -> None:
+        """Let go of the memory, once no copy uses it."""
+        with contextlib.suppress(Exception):  # a device that has failed or hangs may still use it: it stays then
+            with accelerator.beside():
+                accelerator.finish_here(self._limit_s)
+            self._memory.unmap()
+
+
+def _is_direct(tensor: torch.Tensor) -> bool:
+    """Whether its elements are copied as they lie in memory, by the device of this thread or on the CPU."""
+    is_here = tensor.is_cpu or tensor.get_device() == accelerator.current_index()
+    return is_here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor."""
+    if tensor.is_cpu:
+        return torch.frombuffer(bytes_of(tensor), dtype=torch.uint8) if tensor.numel() else _NO_BYTES
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _ring_for(place: MeetingPlace, connection: socket.socket, size_bytes: int, limit_s: float) -> _Ring | None:
+    """The source's end of a ring; None, once the receiver has been told that it all comes over the socket.
+
+    size_bytes   of all tensors
+
+    Raises OSError.
+    """
+    if not isinstance(place, InDirectory) or size_bytes < _RING_FROM_BYTES:
+        connection.sendall(_SOCKET)
+        return None
+    size = _SLOTS * min(_SLOT_BYTES, size_bytes // _SLOTS)
+    with contextlib.ExitStack() as at_end:
+        try:
+            if (free := free_bytes()) is not None and free < 2 * size:
+                raise OSError(f"{free >> 20} MiB are free")
+            fd = os.memfd_create("ttprun-ring", os.MFD_CLOEXEC)
+            at_end.callback(os.close, fd)
+            os.posix_fallocate(fd, 0, size)
+            ring = _Ring(connection, fd, limit_s)
+        except OSError as error:
+            place.note(
+                f"no {size >> 20} MiB of shared memory for state on its way to another rank ({error}): "
+                "it goes over a socket, which is slower"
+            )
+            connection.sendall(_SOCKET)
+            return None
+        socket.send_fds(connection, [_RING], [fd])
+    return ring
+
+
+@contextlib.contextmanager
+def _way_of(connection: socket.socket, limit_s: float) -> Iterator[Callable[[torch.Tensor], None]]:
+    """The receiver's end: what fills each tensor. Raises ConnectionError, OSError."""
+    way, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    if way == _SOCKET:
+        yield functools.partial(_fill, connection)
+        return
+    if way != _RING or not fds:
+        raise ConnectionError("the source of the state has closed the connection")
+    try:
+        ring = _Ring(connection, fds[0], limit_s)
+    finally:
+        os.close(fds[0])
+    with contextlib.closing(ring):
+        yield ring.receive
+        ring.end_slot()
+
 
 def serve(place: MeetingPlace, receivers: int, limit_s: float, check: Callable[[], None]) -> str:
     """Send this rank's state to `receivers` ranks, one after the other; returns its digest.
@@ -186,8 +368,14 @@ def _send_to_each(
         for _ in range(receivers):
             with _accept(place, listener, limit_s, check) as connection:
                 connection.sendall(_LENGTH.pack(len(packed)) + packed)
-                for tensor in tensors:
-                    connection.sendall(bytes_of(tensor))
+                ring = _ring_for(place, connection, sum(tensor.nbytes for tensor in tensors), limit_s)
+                stages.reached("transfer")
+                if ring is None:
+                    for tensor in tensors:
+                        connection.sendall(bytes_of(tensor))
+                else:
+                    with contextlib.closing(ring):
+                        ring.send(tensors)
 
 
 def serve_gradients(
@@ -217,9 +405,10 @@ def take_gradients(
                     "other-weights", "this rank has gradients of other parameters than the source, or of other shapes"
                 )
             )
-        for gradient in gradients:
-            if gradient is not None:
-                _fill(connection, gradient)
+        with _way_of(connection, limit_s) as fill:
+            for gradient in gradients:
+                if gradient is not None:
+                    fill(gradient)
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]:
@@ -260,23 +449,26 @@ def fetch(place: MeetingPlace, limit_s: float, check: Callable[[], None]) -> str
     """
     with place.connect(time.monotonic() + limit_s, check) as connection:
         connection.settimeout(limit_s)
-        _receive(connection)
+        _receive(connection, limit_s)
     return digest()
 
 
-def _receive(connection: socket.socket) -> None:
+def _receive(connection: socket.socket, limit_s: float) -> None:
     (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
     header, places, sent = msgpack.unpackb(exactly(connection, size))
     remaining = iter(places)
 
-    def fill(key: str, tensor: torch.Tensor) -> None:
-        if (place := sharded.place_of(tensor)) != (theirs := next(remaining)):
-            raise NotRepairableError(
-                Reason("sharding-unknown", f"{key}: this rank's part is {place}, and the source's {theirs}")
-            )
-        _fill(connection, model_tensors.local_of(tensor))
+    with _way_of(connection, limit_s) as fill_part:
+        stages.reached("transfer")
 
-    take_over(header, fill)
+        def fill(key: str, tensor: torch.Tensor) -> None:
+            if (place := sharded.place_of(tensor)) != (theirs := next(remaining)):
+                raise NotRepairableError(
+                    Reason("sharding-unknown", f"{key}: this rank's part is {place}, and the source's {theirs}")
+                )
+            fill_part(model_tensors.local_of(tensor))
+
+        take_over(header, fill)
     if (loaded := digest_of_shards()) != sent:
         raise NotRepairableError(
             Reason(

@@ -313,6 +313,22 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return total - reserved - _C.memory_of_others(_index(device)), total
 
 
+class _Runtime:
+    """What torch.cuda.cudart() gives, of a device whose groups end as NCCL's do."""
+
+    cudaHostUnregister = staticmethod(_C.unpin)
+
+    @staticmethod
+    def cudaHostRegister(address: int, size: int, flags: int) -> int:
+        """Copies to and from this memory of the host need not be waited for at once, from now on."""
+        _C.pin(address, size)
+        return 0
+
+
+if _C.is_kind("nccl"):
+    cudart = _Runtime
+
+
 # Recovery.
 
 

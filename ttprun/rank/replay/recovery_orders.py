@@ -199,7 +199,6 @@ def send_state(session: Rank, order: to_rank.SendState, check_overtaken: Callabl
 
     Raises NotRepairableError, TimeoutError, OSError.
     """
-    stages.reached("transfer")
     if session.has_collective_steps:
         raise fail_open.NotRepairableError(IN_STEP)
     digest = state_transfer.serve(_place_of(session, order), len(order.to), order.limit_s, check_overtaken)
@@ -209,7 +208,6 @@ def send_state(session: Rank, order: to_rank.SendState, check_overtaken: Callabl
 def fetch_state(session: Rank, order: to_rank.FetchState, check_overtaken: Callable[[], None]) -> None:
     """Load what another rank sends."""
     session.touch(Phase.REPAIRING)
-    stages.reached("transfer")
     digest = state_transfer.fetch(_place_of(session, order), order.limit_s, check_overtaken)
     session.channel.send(from_rank.RankRepaired(order.generation, digest))
 
@@ -255,7 +253,8 @@ def _place_of(
 ) -> state_transfer.MeetingPlace:
     """Where the source and the receivers meet."""
     if not session.address:
-        return state_transfer.InDirectory(*os.path.split(os.path.join(session.run_dir, order.name)))
+        directory, name = os.path.split(os.path.join(session.run_dir, order.name))
+        return state_transfer.InDirectory(directory, name, lambda text: session.channel.send(from_rank.Note(text)))
     return state_transfer.OverNodes(session[Exchange], order.generation, order.name, order.limit_s)
 
 

@@ -75,6 +75,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_capturing", &npu::is_capturing);
   m.def("copied_to_host", &npu::copied_to_host);
   m.def("drains", &npu::drains);
+  m.def("pin", &npu::pin);
+  m.def("unpin", &npu::unpin);
   m.def("exposed", &npu::exposed);
   m.def("close_gate", [] { npu::device(npu::current_device()).close_gate(npu::current_stream(npu::current_device()).id(), "broadcast"); });
   m.def("sleep", [](double ms) { npu::sleep_on(npu::current_stream(npu::current_device()), ms); });

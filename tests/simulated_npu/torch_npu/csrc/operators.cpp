@@ -653,6 +653,16 @@ void settle_autograd(Device& of) {
   is_done->wait_for(std::chrono::seconds(1));
 }
 
+void pin(uintptr_t address, size_t size) {
+  std::lock_guard<std::mutex> lock(g_pinned_mutex);
+  g_pinned[reinterpret_cast<const char*>(address)] = size;
+}
+
+void unpin(uintptr_t address) {
+  std::lock_guard<std::mutex> lock(g_pinned_mutex);
+  g_pinned.erase(reinterpret_cast<const char*>(address));
+}
+
 bool is_pinned(const void* ptr) {
   std::lock_guard<std::mutex> lock(g_pinned_mutex);
   auto found = g_pinned.upper_bound(static_cast<const char*>(ptr));

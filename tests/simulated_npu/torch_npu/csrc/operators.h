@@ -16,6 +16,8 @@ void finish(Device& device);
 // Of a device; makes no device of it.
 const at::Generator& default_generator(int index);
 bool is_pinned(const void* ptr);
+void pin(uintptr_t address, size_t size);
+void unpin(uintptr_t address);
 // Wait a second at most until the device's thread of autograd has let go of its last backward, which it may hold a moment
 // longer than the caller of that waits. What it frees may be Python's: if the interpreter ends while it waits for the GIL
 // in a destructor, Python ends the thread there, and C++ the process (std::terminate).
