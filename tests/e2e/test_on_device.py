@@ -68,3 +68,19 @@ def test_a_second_rank_that_is_lost_while_the_first_is_repaired_is_replaced_too(
     assert_only_replaced(result)
     assert result.incidents[0]["ranks"] == [1, 0], result.story()
     assert_survivors_kept_their_pids(result)
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_either_end_of_a_transfer_that_is_killed_in_it_is_replaced_too(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, second: int
+) -> None:
+    """Copies to and from registered memory end late there, as with CUDA."""
+    reference = undisturbed(SCRIPT, 3, device=NPU)
+    monkeypatch.setenv("SIMULATED_NPU_KIND", "nccl")
+
+    faults = ["kill:rank=1,step=9,phase=backward", f"kill:rank={second},phase=transfer"]
+    result = run_ttprun(SCRIPT, 3, faults=faults, device=NPU)
+
+    assert_same_outcome(result, reference)
+    assert_only_replaced(result)
+    assert result.incidents[0]["ranks"] == sorted({1, second}, reverse=True), result.story()
