@@ -195,7 +195,10 @@ class Config(BaseModel):
     )
     record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for what one rank records at each step")
     journal_limit_mib: int = Field(
-        4096, ge=1, description="MiB of memory in which one rank may keep the inputs of its collectives"
+        0,
+        ge=0,
+        description="MiB of memory in which one rank may keep the inputs of its collectives. 0: 4096 on the CPU; on a "
+        "device half of what the script leaves free there",
     )
     mindio: bool = Field(
         False,

@@ -53,6 +53,23 @@ def test_a_replacement_that_comes_before_the_lost_ones_memory_is_tried_again_and
     assert "its device has no memory for it yet" in result.output, result.story()
 
 
+@pytest.mark.parametrize(("room", "is_protected"), [(155_000_000, False), (1 << 30, True)])
+def test_the_journal_takes_what_the_script_leaves_free_on_its_device_and_never_its_own(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, room: int, is_protected: bool
+) -> None:
+    """Under torchrun a rank takes 121 MB; with copies of its gradients, and what protection takes for a moment, 172."""
+    arguments = ["--layout=own", "--width=512", "--steps=6"]
+    reference = undisturbed(LAYOUTS, 2, script_args=arguments, device=NPU)
+    monkeypatch.setenv("SIMULATED_NPU_MEMORY_BYTES", str(room))
+
+    result = run_ttprun(LAYOUTS, 2, script_args=arguments, device=NPU)
+
+    assert_same_outcome(result, reference)
+    reasons = {event["reason"] for event in result.events if event["event"] == "rank_unprotected"}
+    assert not reasons if is_protected else all(re.search(r"more than the \d+ MiB that", reason) for reason in reasons)
+    assert bool(reasons) != is_protected, result.story()
+
+
 @pytest.mark.parametrize("faults", [[], ["kill:rank=1,step=12,phase=backward", "kill:rank=2,step=15,phase=collective"]])
 def test_hsdp_with_more_gradients_than_the_journal_may_hold_loses_no_step(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, faults: list[str]

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
+from ttprun.device import accelerator
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
-from ttprun.groups.operations import NOTHING, OF_ALL_MEMBERS, Entry, Input
+from ttprun.groups.operations import JOURNAL_FULL, NOTHING, OF_ALL_MEMBERS, Entry, Input
 from ttprun.introspect import fail_open
 from ttprun.introspect.ownership import waits_for_recovery
 from ttprun.introspect.tensor_bytes import size_of
 from ttprun.protocol.patience import Patience
+from ttprun.protocol.reason import Reason
 
 Tensor = torch.Tensor
 SMALL_RESULT_BYTES = 64 << 10
@@ -38,6 +40,10 @@ _LOOK_AGAIN = timedelta(seconds=0.25)
 # in the buckets of its first backward pass, comes once, and takes as much as all weights and gradients: freed at once.
 _TRIM_EVERY = 16
 _FIRST_STEPS = 32
+# By then a device holds all that a step needs: weights, gradients, optimizer state. Until then a small part of what is
+# free there may be used, as the script comes first.
+_LEARNING_STEPS = 2
+_PART_AT_FIRST, _PART = 64, 2
 _Kind = tuple[torch.Size, torch.dtype, torch.device]  # of a copy
 
 
@@ -91,6 +97,7 @@ class Journal:
     received       sequence -> digests of messages since the boundary that living ranks had received at the newest fault
     settled        sequence -> how many of its borrowed entries all members had completed at the newest fault
     issued_again   entries that a recovery has issued again, with the works of the backend; [] once all have completed
+    follows_device  the limit is what a device's memory has room for, once one is in use
     unsettled      borrowed entries that not all members are known to have completed
     may_settle     what all members have completed is not issued again: a lost one's results are in its mirror, or all
                    ranks go back
@@ -103,6 +110,7 @@ class Journal:
         is_agent_awake: Callable[[], bool] = lambda: True,
         diagnose: Callable[[BaseException], Diagnosis] = _TABLE.diagnose,
         report_broken: Callable[[Entry, float], None] = lambda entry, after_s: None,
+        follows_device: bool = False,
     ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -125,6 +133,7 @@ class Journal:
         self._is_watching = False
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
+        self._follows_device = follows_device
         self._spare: defaultdict[_Kind, list[Tensor]] = defaultdict(list)
         self._shapes_used: set[_Kind] = set()
         self._steps = 0
@@ -147,13 +156,41 @@ class Journal:
         if not self.reserve(entry, size):
             return False
         if inputs and entry.input is NOTHING:
-            entry.input = Input(
-                [self._copied(tensor.detach() if tensor.requires_grad else tensor) for tensor in inputs]
-            )
+            try:
+                copies = [self._copied(tensor.detach() if tensor.requires_grad else tensor) for tensor in inputs]
+            except torch.OutOfMemoryError:  # the script meets it, if it needs as much itself
+                self.held_bytes -= size
+                entry.size_bytes = 0
+                self._spare.clear()
+                return False
+            entry.input = Input(copies)
         return True
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether the limit is the one that stays."""
+        return self._steps > _LEARNING_STEPS or not self._follows_device or accelerator.in_use() is None
+
+    @property
+    def why_full(self) -> Reason:
+        """Why `save` has refused."""
+        if not self._follows_device or accelerator.in_use() is None:
+            return JOURNAL_FULL
+        return JOURNAL_FULL.within(
+            f"what the collectives of a step are given takes more than the {self._limit_bytes >> 20} MiB that the "
+            "script leaves for that on its device"
+        )
+
+    def _follow_device(self, held_bytes: int = 0) -> None:
+        """Set the limit by what is free on the device now; at a commit `held_bytes` of it are the journal's."""
+        free = accelerator.free_bytes() if self._follows_device else None
+        if free is not None:
+            self._limit_bytes = held_bytes + free // (_PART if self._steps >= _LEARNING_STEPS else _PART_AT_FIRST)
 
     def reserve(self, entry: Entry, size_bytes: int) -> bool:
         """Count what an entry keeps alive from now on; False if the journal's limit is reached."""
+        if self._steps < _LEARNING_STEPS and not self.held_bytes:
+            self._follow_device()
         if self.held_bytes + size_bytes > self._limit_bytes:
             return False
         self.held_bytes += size_bytes
@@ -201,8 +238,10 @@ class Journal:
             self.unsettled.clear()
             self._put_off.clear()  # all was waited for before the commit
             self._numbers.clear()
-            self.held_bytes = sum(entry.size_bytes for entry in carried)
             self._steps += 1
+            if _LEARNING_STEPS <= self._steps <= _FIRST_STEPS:
+                self._follow_device(self.held_bytes)
+            self.held_bytes = sum(entry.size_bytes for entry in carried)
             if self._steps == 1:
                 self._spare.clear()
             if self._steps <= _FIRST_STEPS or self._steps % _TRIM_EVERY == 0:

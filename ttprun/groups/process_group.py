@@ -32,7 +32,6 @@ from ttprun.groups.journal import EndedError, Journal
 from ttprun.groups.links import TRANSPORTS, Links
 from ttprun.groups.operations import (
     EXCHANGING,
-    JOURNAL_FULL,
     OPERATIONS,
     POINT_TO_POINT,
     Entry,
@@ -259,18 +258,19 @@ class ManagedGroup(SeenByTorch):
         return is_kept
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
-        """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False.
+        """Copy or note the inputs; if the journal's limit is reached, protection ends: False.
 
-        Not for FSDP2's reductions in the first steps, as long as it is not known whether results are mirrored: then
-        their inputs are dropped as soon as all members have completed them.
+        Not in the first steps on a device, until it is known what the script leaves free there; nor for FSDP2's
+        reductions, until it is known whether results are mirrored: then their inputs are dropped as soon as all members
+        have completed them. A rank that is lost in such a step is refused.
         """
         if self.buckets.hold(entry):
             return True
         session, journal = self.session, self.session.parts[Journal]
         if not journal.save(entry, inputs):
-            is_of_fsdp2 = entry.is_soon_dropped or entry.reduces_again
-            if not is_of_fsdp2 or session.applied >= _SETTLED_AFTER:
-                session.give_up_protection(JOURNAL_FULL)
+            is_open = session.applied < _SETTLED_AFTER and (entry.is_soon_dropped or entry.reduces_again)
+            if journal.has_learnt and not is_open:
+                session.give_up_protection(journal.why_full)
                 return False
             entry.input = NotHeld((), entry.input.is_borrowed)
             return True

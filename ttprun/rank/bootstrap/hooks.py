@@ -45,6 +45,8 @@ from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.replicated import PostStepWeights
 from ttprun.tensors.shares import SnapshotPart
 
+_JOURNAL_LIMIT_MIB = 4096  # unless the user says otherwise, and until a device is in use
+
 
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process; with --mindio what process groups need, and little else."""
@@ -173,12 +175,13 @@ def make_session(presence: Presence) -> Rank:
         generation=presence.generation,
     )
     journal = Journal(
-        options.journal_limit_mib << 20,
+        (options.journal_limit_mib or _JOURNAL_LIMIT_MIB) << 20,
         partial(patience.is_agent_awake, board),
         session.diagnose,
         lambda entry, after_s: session.report_broken(
             session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.links.device_fault_of(entry.error)
         ),
+        follows_device=not options.journal_limit_mib,
     )
     heartbeat.has_in_flight = journal.has_in_flight
     session.parts.update(
