@@ -168,7 +168,7 @@ class Journal:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether the limit is the one that stays."""
+        """Whether the limit stays."""
         return self._steps > _LEARNING_STEPS or not self._follows_device or accelerator.in_use() is None
 
     @property
@@ -176,10 +176,8 @@ class Journal:
         """Why `save` has refused."""
         if not self._follows_device or accelerator.in_use() is None:
             return JOURNAL_FULL
-        return JOURNAL_FULL.within(
-            f"what the collectives of a step are given takes more than the {self._limit_bytes >> 20} MiB that the "
-            "script leaves for that on its device"
-        )
+        limit = f"the {self._limit_bytes >> 20} MiB that the script leaves for that on its device"
+        return JOURNAL_FULL.within(f"what the collectives of a step are given takes more than {limit}")
 
     def _follow_device(self, held_bytes: int = 0) -> None:
         """Set the limit by what is free on the device now; at a commit `held_bytes` of it are the journal's."""
