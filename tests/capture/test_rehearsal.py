@@ -25,7 +25,7 @@ from ttprun.introspect.current_rank import current
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 
-GENERATOR = "(n for n in range(9))"
+GENERATOR = "(n for n in range(9) for _ in range(1))"
 OF_OPTIMIZER = f"optimizer.tickets = {GENERATOR}; next(optimizer.tickets)"
 OF_SCRIPT = f"tickets = {GENERATOR}; next(tickets)"
 WHAT = "it is the generator <genexpr>, which does not show the positions of its loops"

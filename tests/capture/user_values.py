@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import queue
 import random
 import sys
@@ -159,6 +160,11 @@ def count_up(start: int) -> Iterator[int]:
     while True:
         total += 1
         yield total
+
+
+def first(values: list[int], count: int) -> Iterator[int]:
+    """A generator expression whose iterators count, and end it."""
+    return (value for _, value in zip(itertools.count(), itertools.islice(values, count), strict=False))
 
 
 def doubled(values: list[int]) -> Iterator[int]:

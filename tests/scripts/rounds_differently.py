@@ -81,7 +81,7 @@ elif args.layout == "fsdp2":
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 generator = torch.Generator().manual_seed(100 + rank)
 # A replacement has another place in it, and nothing records that.
-scales = (1 + args.drift * n for n in range(10**6)) if args.drift else None
+scales = (1 + args.drift * n for n in range(10**6) for _ in range(1)) if args.drift else None
 
 for step in range(args.steps):
     x = torch.randn(32, 16, generator=generator).to(device)

@@ -19,7 +19,7 @@ def main():
     model = DDP(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(1 + rank)
-    scales = (1 + 0.1 * (n % 7) for n in range(10**6))
+    scales = (1 + 0.1 * (n % 7) for n in range(10**6) for _ in range(1))
     for step in range(STEPS):
         optimizer.zero_grad()
         x = torch.randn(4, 8)

@@ -48,6 +48,7 @@ from tests.capture.user_values import (
     Trainer,
     count_up,
     doubled,
+    first,
 )
 from tests.capture.values.carrying import LARGE, LONG, Scope, are_alike, big, carry, is_refused, not_proved, record
 from ttprun.capture import values
@@ -265,6 +266,10 @@ ROWS |= {
     kind: Row(make, lambda x: [next(x), next(x)], ask=lambda x: [*itertools.islice(x, 3)], may_refuse=True)
     for kind, make in ITERATORS.items()
 }
+
+ROWS["generator expression that ends by a count"] = Row(
+    lambda: first(FIVE, 4), other=lambda: (x := first(FIVE, 4), next(x), next(x))[0], ask=lambda x: [*x]
+)
 
 ARRAYS = {
     "float": np.arange(6.0).reshape(2, 3), "0-d": np.array(3), "float32 scalar": np.float32(1.5), "int64 scalar": np.int64(7),

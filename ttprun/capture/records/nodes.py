@@ -322,6 +322,13 @@ class SuspendedNode(NumberedNode, frozen=True, gc=False, tag="G"):
     overs: Nodes = []
 
 
+class ExpressionNode(NumberedNode, frozen=True, gc=False, tag="e"):
+    """A generator expression with one loop, which no loop runs over: its iterator says how far it has come."""
+
+    where: str
+    first: Node
+
+
 class RandomNode(ObjectOfKind, frozen=True, gc=False, tag="g"):
     """torch's or Python's random generator: the state is in our form of it."""
 

@@ -10,6 +10,8 @@ of that only what is the user's is recorded, as in a loop.
 from __future__ import annotations
 
 import collections
+import dis
+import functools
 import inspect
 import itertools
 import operator
@@ -19,6 +21,7 @@ from typing import Any
 
 from ttprun.capture.position import call_site, iterables, loops
 from ttprun.capture.records.nodes import (
+    ExpressionNode,
     IteratorNode,
     Node,
     NotProvedNode,
@@ -162,6 +165,17 @@ def _is_expression(value: types.GeneratorType[Any, Any, Any]) -> bool:
     return value.gi_code.co_name == "<genexpr>"
 
 
+def _can_be_made_anew(value: types.GeneratorType[Any, Any, Any]) -> bool:
+    """Whether it is an expression that its first iterable alone determines: with one loop, and no outer variables."""
+    return _is_expression(value) and value.gi_yieldfrom is None and _has_one_loop(value.gi_code)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_one_loop(code: types.CodeType) -> bool:
+    loops_in_it = sum(instruction.opname == "FOR_ITER" for instruction in dis.get_instructions(code))
+    return loops_in_it == 1 and not code.co_freevars
+
+
 def _hidden(value: types.GeneratorType[Any, Any, Any]) -> RefusedNode:
     follows = "" if _is_expression(value) else call_site.what_follows_of(value.gi_frame)
     return RefusedNode(
@@ -185,7 +199,9 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
             inner = iterables.inside_library(variables.get(_FIRST))
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *(inner or ())))
     elif _hides_position(value):
-        return _hidden(value)
+        if not _can_be_made_anew(value):
+            return _hidden(value)
+        return ExpressionNode(number, _where(value), snapshot.node(variables[_FIRST], depth + 1))
     for loop in active:
         loop.note_suspended()
     snapshot.generator_loops += [loop.record() for loop in active]
@@ -217,6 +233,19 @@ def restore_generator(restore: Restore, live: Any, node: SuspendedNode, name: st
         restore.frame(frame, node.variables, f"{name}/")
         _restore_loops(restore, frame, node, name)
     return live
+
+
+def restore_expression(restore: Restore, live: Any, node: ExpressionNode, name: str) -> Any:
+    """In place if its iterator could be set; else a new one over an iterator that stands where the lost rank's did."""
+    if not isinstance(live, types.GeneratorType) or _where(live) != node.where or live.gi_frame is None:
+        return restore.refuse(live, unlike(name, "builtins:generator", live, f"the generator {node.where}"))
+    first = variables_of(live.gi_frame).get(_FIRST)
+    iterator = restore.value(first, node.first, f"{name}'s iterator")
+    made = live
+    if iterator is not first:
+        made = types.FunctionType(live.gi_code, live.gi_frame.f_globals)(iterator)
+    restore.claim(node.number, made)
+    return made
 
 
 def _restore_loops(restore: Restore, frame: types.FrameType, node: SuspendedNode, name: str) -> None:

@@ -192,6 +192,7 @@ RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.OptimizerNode: modules.restore_optimizer,
     nodes.IteratorNode: iterators.restore_iterator,
     nodes.SuspendedNode: iterators.restore_generator,
+    nodes.ExpressionNode: iterators.restore_expression,
 }
 RESTORERS.update(RESTORERS_OF_KINDS)
 
