@@ -221,7 +221,8 @@ AFTER = {
     "whole": "if steps % 3 == 2:\n    with FullyShardedDataParallel.summon_full_params(trained, writeback=False):\n"
     "        total += sum(part.norm() for part in trained.parameters()).item()",
     "checkpoint": "if steps % 4 == 3:\n"
-    '    torch.save([local(part) for part in net.parameters()], os.path.join(args.out, f"step{steps}-{rank}.pt"))',
+    "    saved = [local(part.detach()) for part in net.parameters()]\n"
+    '    torch.save(saved, os.path.join(args.out, f"step{steps}-{rank}.pt"))',
 }
 AVERAGED = """\
 for weight in net.parameters():
@@ -337,6 +338,9 @@ def text_of(row: Row) -> str:
     if row["how"] == "bf16" and row["spread"] in ("fsdp2", "hsdp"):
         policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         chosen["spread"] = chosen["spread"].replace(", mesh=mesh)", f", mesh=mesh, {policy})")
+    if row["optimizer"] == "two" and row["spread"] == "fsdp1 tp":  # each has a flat parameter of its own
+        fsdp1 = 'FullyShardedDataParallel(net[3], device_id=device, device_mesh=mesh["dp"])'
+        chosen["spread"] = chosen["spread"].replace("net = trained", f"net[3] = {fsdp1}\nnet = trained")
     body = BODY.format(**chosen, loop=loop_of(row))
     if row["scope"] == "main":
         body = f'\ndef main():\n{indent(body, "    ")}\n\nif __name__ == "__main__":\n    main()\n'
