@@ -13,6 +13,7 @@ from tests.capture.values.carrying import (
     Scope,
     big,
     carry,
+    not_proved,
     record,
 )
 from ttprun.capture.values import CannotRestoreError, Restore, UnrecordedTensorError
@@ -65,6 +66,38 @@ def test_a_large_activation_is_never_used_without_notice(use: str) -> None:
 
     with pytest.raises(UnrecordedTensorError, match="logits of shape"):
         SILENT_USES[use](here["logits"])
+
+
+def parts_of_what_is_freed() -> list[torch.Tensor]:
+    """Views of the whole as FSDP1 leaves them: changed after they were made, and its memory given back."""
+    whole = torch.zeros(6)
+    parts = list(torch.split(whole.requires_grad_() * 1, 3))
+    with torch.no_grad():
+        parts[0]._base.zero_()  # type: ignore[union-attr]
+    parts[0].untyped_storage().resize_(0)
+    return parts
+
+
+def test_a_part_of_what_is_freed_is_recorded_and_says_so_when_it_is_used() -> None:
+    here: Scope = {"parts": [torch.zeros(3), torch.zeros(3)]}
+
+    assert not_proved({"parts": parts_of_what_is_freed()}) == []
+    carry({"parts": parts_of_what_is_freed()}, here)
+
+    with pytest.raises(UnrecordedTensorError, match="parts"):
+        here["parts"][0].sum()
+
+
+def test_the_memory_of_what_is_freed_stays_freed_in_a_replacement() -> None:
+    whole, lost = torch.zeros(6), torch.zeros(6)
+    here: Scope = {"one": whole[:3], "other": whole[:2]}
+    there: Scope = {"one": lost[:3], "other": lost[3:]}
+    for tensor in (whole, lost):
+        tensor.untyped_storage().resize_(0)
+
+    carry(there, here)
+
+    assert whole.untyped_storage().nbytes() == 0
 
 
 def lost_in_a_step() -> dict[str, torch.Tensor]:

@@ -111,7 +111,7 @@ class SaveNode(AnyNode, frozen=True, gc=False, tag="k"):
 
 
 class ActivationNode(AnyNode, frozen=True, gc=False, tag="A"):
-    """A large tensor that depends on the weights."""
+    """A large tensor that depends on the weights, or one whose memory is freed."""
 
     shape: list[int]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -235,7 +236,8 @@ class Snapshot:
             made = handler(self, value, depth)
         except Exception as error:  # e.g. another thread is changing it: record the others
             fail_open.raise_if_meant(error)
-            made = RefusedNode(f"raised {type(error).__name__} when it was read: {str(error)[:_MOST_LETTERS]}")
+            text = textwrap.shorten(str(error), _MOST_LETTERS, placeholder="...")
+            made = RefusedNode(f"raised {type(error).__name__} when it was read: {text}")
         if type(made) is RefusedNode or (
             handler not in _tracing and not (type(made) is PlainNode and made.kind != "class")
         ):

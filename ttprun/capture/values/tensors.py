@@ -90,6 +90,8 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         offset: Any = value.storage_offset()
         own = snapshot.stepped.get(value.data_ptr()) if offset else None
         return weight_node(value, index, offset) if own is None else weight_node(value, own, None)
+    if not at and value.nbytes:
+        return ActivationNode(shape)  # its memory is freed, as FSDP1's of the whole: asked for its history it may raise
     if value.grad_fn is not None:
         snapshot.computed.append(value)
     if value.nbytes > SMALL_BYTES:
@@ -425,9 +427,12 @@ def restore_weight(restore: Restore, live: Any, node: WeightNode, name: str) -> 
 def record_sharded(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Any DTensor: what optimizers update by its place, else by what this rank holds of it."""
     local = local_of(value)
-    index = snapshot.stepped.get(local.untyped_storage().data_ptr())
-    if index is not None and local.untyped_storage().data_ptr():
+    at = local.untyped_storage().data_ptr()
+    index = snapshot.stepped.get(at)
+    if index is not None and at:
         return weight_node(value, index, local.storage_offset())
+    if not at and local.nbytes:
+        return ActivationNode(list(value.shape))
     if value.grad_fn is not None:
         snapshot.computed.append(value)
     number = snapshot.number(value)
