@@ -1,4 +1,6 @@
-"""Which argument of `Optimizer.step` is a closure, and when the boundary is recorded that such a step leads to."""
+"""Which argument of `Optimizer.step` is a closure, when the boundary is recorded that such a step leads to, and when a
+replay of it goes live.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
-from ttprun.introspect.current_rank import Rank
+from ttprun.introspect.current_rank import Mode, Rank
 from ttprun.rank.bootstrap import patch_table
 from ttprun.rank.step import special_steps, step_hooks
 
@@ -169,3 +171,39 @@ def test_a_step_that_an_exception_has_ended_does_not_hide_those_of_another_optim
 
 def test_a_step_inside_of_another_optimizer_s_step_is_one_with_it() -> None:
     assert run_alone(_steps_seen, _within_another) == (1, "")
+
+
+class _AtTarget(Mode):
+    """A replay whose boundary is that of the step which it comes to."""
+
+    is_live = False
+
+    def __init__(self, session: Rank, order: list[str]) -> None:
+        self._session, self._order = session, order
+
+    def before_step(self, frame: Any, returned: Any = None, optimizer: Any = None) -> Any:
+        return returned
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        return False
+
+    def after_step(self) -> None:
+        self._order.append("goes live")
+        self._session.go_live()
+
+
+def _hooks_behind_a_replayed_step() -> list[str]:
+    session, order = _session(), list[str]()
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    first = optimizer.register_step_post_hook(lambda *_: order.append("first"))
+    optimizer.register_step_post_hook(lambda *_: order.append("second"))
+    session.stand_in(_AtTarget(session, order))
+    optimizer.step()
+    first.remove()
+    optimizer.step()
+    return order
+
+
+def test_a_replay_goes_live_before_the_hooks_of_the_script_behind_the_step() -> None:
+    """What they print or send would be lost: the lost rank may not have come to them."""
+    assert run_alone(_hooks_behind_a_replayed_step) == ["goes live", "first", "second", "second"]

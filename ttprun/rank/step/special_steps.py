@@ -1,10 +1,13 @@
-"""Steps that are not taken as they stand in the script: with a closure, left out by a GradScaler, or in `join()`."""
+"""Steps that are not taken as they stand in the script: with a closure, left out by a GradScaler, in `join()`, or in a
+replay.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -158,3 +161,20 @@ def wrap_join(original: Any) -> Any:
         return original(self)
 
     return enter
+
+
+# The step at whose end a replay goes live. torch calls the optimizer's own hooks first, and then the global ones, as the
+# values of a dictionary. What the script's hooks print or send there, the lost rank may not have: they run live.
+
+_HOOKS_BEHIND = "_optimizer_step_post_hooks"
+
+
+def call_before_others(optimizer: torch.optim.Optimizer, after_step: Any) -> None:
+    """Call our hook behind this step, and behind no other, before the script's own ones."""
+    theirs = getattr(optimizer, _HOOKS_BEHIND)
+
+    def first(*args: Any) -> None:
+        setattr(optimizer, _HOOKS_BEHIND, theirs)
+        after_step(*args)
+
+    setattr(optimizer, _HOOKS_BEHIND, SimpleNamespace(values=lambda: [first, *theirs.values()]))

@@ -132,6 +132,8 @@ def _begin_step(session: Rank, optimizer: torch.optim.Optimizer, frame: FrameTyp
             _boundary = session.applied
             session.updates.begin()
             session.touch(Phase.STEPPING)
+        else:
+            special_steps.call_before_others(optimizer, fail_open.hook("the hook after Optimizer.step", after_step))
         signal_handlers.Now.is_stepping = True
         return returned
     costs = session.costs
