@@ -163,8 +163,8 @@ def wrap_join(original: Any) -> Any:
     return enter
 
 
-# The step at whose end a replay goes live. torch calls the optimizer's own hooks first, and then the global ones, as the
-# values of a dictionary. What the script's hooks print or send there, the lost rank may not have: they run live.
+# The step at whose end a replay goes live. torch calls the optimizer's own hooks first, and then the global ones, as
+# the values of a dictionary. What the script's hooks print or send there, the lost rank may not have: they run live.
 
 _HOOKS_BEHIND = "_optimizer_step_post_hooks"
 
