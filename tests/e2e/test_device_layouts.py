@@ -44,7 +44,7 @@ def test_a_rank_whose_shards_nobody_else_has_sends_all_back_to_a_snapshot_and_th
 def test_a_recovery_needs_no_stream_of_the_scripts_and_launches_no_kernel_for_the_first_time(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, layout: str, kind: str
 ) -> None:
-    """A survivor's own stream stands still from the abort until the operation has been issued again."""
+    """A survivor's own stream is blocked from the abort until the operation has been issued again."""
     arguments = ["--layout", layout, "--with", "loss", "--steps", "14", "--blocks", "2"]
     reference = undisturbed(SCRIPT, 2, arguments, device=NPU)
     monkeypatch.setenv("SIMULATED_NPU_KIND", kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.processes import run_alone
+from ttprun.groups import journal as journal_module
 from ttprun.groups.journal import Journal
 from ttprun.groups.operations import Entry
 from ttprun.groups.work import ManagedWork
@@ -148,3 +150,27 @@ def test_copies_of_what_comes_once_are_freed_with_the_first_steps() -> None:
     assert step(30, 40) == {30, 40}
     assert step(30) == {30}
     assert step() == set()
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_the_limit_follows_a_device_only_where_operations_are_on_one(
+    monkeypatch: pytest.MonkeyPatch, is_on_device: bool
+) -> None:
+    """A script that computes on a GPU may gather on the CPU: what it leaves free there says nothing of the host."""
+    memory = SimpleNamespace(free_bytes=64 << 20)
+    monkeypatch.setattr(journal_module.interface, "current", lambda: SimpleNamespace(memory=lambda: memory))
+    journal = Journal(4 << 20)
+    journal.follows_device = is_on_device
+
+    assert journal.has_learnt != is_on_device
+    assert journal.reserve(new_entry(), 3 << 20) != is_on_device  # of the first steps: a 64th of it
+    for _ in range(3):
+        journal.clear()
+
+    assert journal.has_learnt
+    assert journal.reserve(new_entry(), 30 << 20) == is_on_device
+    assert "32 MiB that the script leaves" in str(journal.why_full) or not is_on_device
+
+
+def new_entry() -> Entry:
+    return Entry(SimpleNamespace(group_name="0"), "allreduce", (), [])

@@ -140,13 +140,6 @@ def unpin(address: int) -> None:
         device[1].cudart().cudaHostUnregister(address)
 
 
-def free_bytes() -> int | None:
-    """What this thread's device has free beside all that torch has reserved there; None if no device says that."""
-    device = in_use()
-    ask = getattr(device[1], "mem_get_info", None) if device is not None else None
-    return None if ask is None else int(ask()[0])
-
-
 def wait_on(event: Any) -> None:
     """What this thread gives its current stream from now on runs after the event. Does not block."""
     event.wait()

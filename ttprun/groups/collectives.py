@@ -206,8 +206,8 @@ def _issue(call: Call) -> None:
 
 def _follow_reduction(session: Rank, entry: Entry) -> None:
     """HSDP reduces the result of a reduction over the copies of the model: what the mirror has is not copied again."""
-    before, output = session.parts[Journal].entries[-1], entry.outputs[0]
-    if not before.is_soon_dropped or before.outputs[0] is not output:
+    before, output = session.parts[Journal].unsettled[-1], entry.outputs[0]
+    if before.outputs[0] is not output:
         return
     entry.reduces_again = True
     if before.kept_version == output._version:  # nothing was added to it since

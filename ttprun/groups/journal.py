@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ttprun.device import accelerator
+from ttprun.device import interface
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
 from ttprun.groups.operations import JOURNAL_FULL, NOTHING, OF_ALL_MEMBERS, Entry, Input
 from ttprun.introspect import fail_open
@@ -97,7 +97,7 @@ class Journal:
     received       sequence -> digests of messages since the boundary that living ranks had received at the newest fault
     settled        sequence -> how many of its borrowed entries all members had completed at the newest fault
     issued_again   entries that a recovery has issued again, with the works of the backend; [] once all have completed
-    follows_device  the limit is what a device's memory has room for, once one is in use
+    follows_device  its limit is what a device has room for; `may_follow_device`: once operations are on one
     unsettled      borrowed entries that not all members are known to have completed
     may_settle     what all members have completed is not issued again: a lost one's results are in its mirror, or all
                    ranks go back
@@ -110,7 +110,7 @@ class Journal:
         is_agent_awake: Callable[[], bool] = lambda: True,
         diagnose: Callable[[BaseException], Diagnosis] = _TABLE.diagnose,
         report_broken: Callable[[Entry, float], None] = lambda entry, after_s: None,
-        follows_device: bool = False,
+        may_follow_device: bool = False,
     ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -133,7 +133,7 @@ class Journal:
         self._is_watching = False
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
-        self._follows_device = follows_device
+        self.may_follow_device, self.follows_device = may_follow_device, False
         self._spare: defaultdict[_Kind, list[Tensor]] = defaultdict(list)
         self._shapes_used: set[_Kind] = set()
         self._steps = 0
@@ -169,20 +169,20 @@ class Journal:
     @property
     def has_learnt(self) -> bool:
         """Whether the limit stays."""
-        return self._steps > _LEARNING_STEPS or not self._follows_device or accelerator.in_use() is None
+        return self._steps > _LEARNING_STEPS or not self.follows_device
 
     @property
     def why_full(self) -> Reason:
         """Why `save` has refused."""
-        if not self._follows_device or accelerator.in_use() is None:
+        if not self.follows_device:
             return JOURNAL_FULL
         limit = f"the {self._limit_bytes >> 20} MiB that the script leaves for that on its device"
         return JOURNAL_FULL.within(f"what the collectives of a step are given takes more than {limit}")
 
     def _follow_device(self, held_bytes: int = 0) -> None:
         """Set the limit by what is free on the device now; at a commit `held_bytes` of it are the journal's."""
-        free = accelerator.free_bytes() if self._follows_device else None
-        if free is not None:
+        if self.follows_device:
+            free = interface.current().memory().free_bytes
             self._limit_bytes = held_bytes + free // (_PART if self._steps >= _LEARNING_STEPS else _PART_AT_FIRST)
 
     def reserve(self, entry: Entry, size_bytes: int) -> bool:

@@ -267,6 +267,8 @@ class ManagedGroup(SeenByTorch):
         if self.buckets.hold(entry):
             return True
         session, journal = self.session, self.session.parts[Journal]
+        if self.links.is_late:
+            journal.follows_device = journal.may_follow_device
         if not journal.save(entry, inputs):
             is_open = session.applied < _SETTLED_AFTER and (entry.is_soon_dropped or entry.reduces_again)
             if journal.has_learnt and not is_open:

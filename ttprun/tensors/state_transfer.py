@@ -174,7 +174,7 @@ _RING, _SOCKET = b"r", b"s"
 _RING_FROM_BYTES = 1 << 20  # less is in a socket at once
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 _SLOTS = 2
-_SLOT_BYTES = 8 << 20  # a device copies it in less than a millisecond, and CUDA is told of two in a few
+_SLOT_BYTES = 8 << 20  # a device copies it in less than a millisecond, and CUDA registers two in a few
 
 
 class _Ring:
@@ -295,7 +295,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ring_for(place: MeetingPlace, connection: socket.socket, size_bytes: int, limit_s: float) -> _Ring | None:
-    """The source's end of a ring; None, once the receiver has been told that it all comes over the socket.
+    """The source's end of a ring; None, once the receiver knows that it all comes over the socket.
 
     size_bytes   of all tensors
 

@@ -83,6 +83,7 @@ class Comparisons:
         self._node = node
         self._wire = wire
         self._mirrors = MirrorShares(node)
+        self._is_hybrid = False  # see _looks_hybrid
         self._times = times
         self._incidents = incidents
         self._looks = Looks(world_size=len(node.slots))
@@ -298,23 +299,25 @@ class Comparisons:
 
     def _share_out_mirrors(self) -> None:
         """Let the ranks that hold what no other one does keep mirrors, and HSDP's the results of their reductions."""
+        self._is_hybrid = self._looks_hybrid()
         singles, ranks = self._looks.replicas.single_holders, {slot.rank for slot in self._node.slots}
         of_results = ranks - singles if self._is_hybrid else set()
         if self._mirrors.share_out({rank: self._weights.get(rank, 0) for rank in singles | of_results}, of_results):
             for rank in singles | of_results:
                 self.report_owners(self._node.slots[rank])
 
-    @property
-    def _is_hybrid(self) -> bool:
+    def _looks_hybrid(self) -> bool:
         """Each rank has a replica, and its shards are of a group on its own node: whoever loses a node loses the group.
 
-        What the members of such a group have put into a reduction only they need.
+        What the members of such a group have put into a reduction only they need. Looked at once a comparison.
         """
-        replicas, peers = self._looks.replicas, self._node.peers
-        meshes = [group.ranks for groups in self._groups.values() for group in groups if group.dimension]
-        sharded = [ranks for ranks in meshes if len({replicas.of(rank) for rank in ranks}) > 1]
-        is_on_one_node = all(len({peers.node_of(rank) for rank in ranks}) == 1 for ranks in sharded)
-        return bool(sharded and replicas.shards) and is_on_one_node and not replicas.has_single_holders
+        replicas, node_of = self._looks.replicas, self._node.peers.node_of
+        if not replicas.shards or replicas.has_single_holders:
+            return False
+        alike = {rank: ranks[0] for ranks in replicas.groups for rank in ranks}
+        meshes = {tuple(group.ranks) for groups in self._groups.values() for group in groups if group.dimension}
+        sharded = [ranks for ranks in meshes if len({alike[rank] for rank in ranks}) > 1]
+        return bool(sharded) and all(len(set(map(node_of, ranks))) == 1 for ranks in sharded)
 
     def _write_topology(self) -> None:
         """Let `ttprun topology` know who holds what."""

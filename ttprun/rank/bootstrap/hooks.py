@@ -181,7 +181,7 @@ def make_session(presence: Presence) -> Rank:
         lambda entry, after_s: session.report_broken(
             session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.links.device_fault_of(entry.error)
         ),
-        follows_device=not options.journal_limit_mib,
+        may_follow_device=not options.journal_limit_mib,
     )
     heartbeat.has_in_flight = journal.has_in_flight
     session.parts.update(
