@@ -144,6 +144,11 @@ def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
             os._exit(1)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # two copies would draw the same; random does this by itself
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.get_num_threads() == 1:
+            # It makes its pool of threads anew in a fork, at first use: autograd's threads, one for each device, that
+            # come there at once find none, and abort the process.
+            torch.set_num_threads(1)
         os.write(pid_w, str(os.getpid()).encode())
         for fd in (go_r, pid_w):
             os.close(fd)
