@@ -213,14 +213,14 @@ class Launch:
         path = self.run_dir / "status.json"
         self._wait_until(lambda: state in _read_json(path).get("standby_state", ""), f"not {state}", limit_s)
 
-    def wait_for_rank(self, rank: int, limit_s: float = 180.0, **how: Any) -> dict[str, Any]:
-        """Block until the status says this of a rank, and return what it says; AssertionError as above."""
+    def wait_for_rank(self, rank: int, limit_s: float = 180.0, step: int = 0, **how: Any) -> dict[str, Any]:
+        """Block until the status says this of a rank, in this step or later, and return it; AssertionError as above."""
         assert self.run_dir is not None
         path, found = self.run_dir / "status.json", {}
 
         def is_so() -> bool:
             found.update(next((one for one in _read_json(path).get("ranks", ()) if one["rank"] == rank), {}))
-            return bool(found) and how.items() <= found.items()
+            return bool(found) and how.items() <= found.items() and (found["step"] or 0) >= step
 
         self._wait_until(is_so, f"rank {rank} is not {how}", limit_s)
         return found

@@ -210,6 +210,7 @@ def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_
     same = {"script_args": ["--steps", "400"], "out": tmp_path / "out", "options": options}
     launch = start_ttprun(PLAIN, 2, **same)
     launch.wait_for_event("checkpoint_written")
+    launch.wait_for_rank(0, step=11)
 
     launch.kill_agent()
     first = launch.finish()

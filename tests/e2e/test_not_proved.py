@@ -67,7 +67,7 @@ def test_what_is_written_twice_is_named_before_and_what_a_handler_has_printed_co
 def test_what_is_too_dear_to_record_is_left_alone_and_named_once(
     run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
 ) -> None:
-    result = run_ttprun("dear_study.py", 2, faults=["kill:rank=1,step=20,phase=backward"])
+    result = run_ttprun("dear_study.py", 2, faults=["kill:rank=1,step=60,phase=backward"])
 
     (named,) = {re.sub(r"\d+", "N", name) for name in result.status["not_proved"]}
     lines = [line for line in result.output.splitlines() if "study" in line]

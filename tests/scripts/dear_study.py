@@ -18,7 +18,7 @@ torch.manual_seed(0)
 study = Study()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(24):
+for step in range(64):
     study.ask(step)
     loss = model(torch.randn(3, 4)).pow(2).sum()
     optimizer.zero_grad()

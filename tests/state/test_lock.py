@@ -17,7 +17,7 @@ HOLD = """
 import sys
 from ttprun.state.store import CheckpointStore
 store = CheckpointStore(sys.argv[1])
-store.lock("day")
+store.lock("day", "/runs/day")
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -42,7 +42,7 @@ def test_a_second_job_is_refused_with_the_name_of_the_first(tmp_path: Path) -> N
     assert (refused.value.run_id, refused.value.pid, refused.value.host) == ("day", holder.pid, host)
     next_store = CheckpointStore(tmp_path)
     next_store.lock("night")
-    assert next_store.killed == "day"
+    assert next_store.killed == ("day", "/runs/day")
 
 
 def test_a_holder_that_has_not_written_its_name_yet_is_refused_all_the_same(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_lock_that_was_given_back_can_be_taken_and_leaves_no_name(tmp_path: Pa
     locked(tmp_path, "day").unlock()
 
     assert (tmp_path / LOCK_NAME).read_bytes() == b""
-    assert locked(tmp_path, "night").killed == ""
+    assert locked(tmp_path, "night").killed == ("", "")
 
 
 def test_looking_needs_no_lock_but_writing_does(tmp_path: Path) -> None:

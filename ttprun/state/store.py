@@ -54,10 +54,11 @@ class DirectoryLock:
     """The right to write to a save directory, as long as this process lives or until `release`.
 
     is_exclusive  False on a file system without locks: two jobs in one directory are then the user's to avoid
-    killed        run id of the job before this one, if its launcher was killed; "" if it has given the lock back
+    killed        run id and run directory of the job before this one, if its launcher was killed; "" for both if it
+                  has given the lock back
     """
 
-    def __init__(self, save_dir: Path, run_id: str) -> None:
+    def __init__(self, save_dir: Path, run_id: str, run_dir: str = "") -> None:
         """Take the lock, without waiting. Raises SaveDirectoryInUseError, or OSError if nothing can be written there.
 
         The file itself is never removed: a job that waits at an old file and one with a new one would both hold it.
@@ -68,9 +69,9 @@ class DirectoryLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _read_holder(self._fd)
+            run_id, pid, host, _ = _read_holder(self._fd)
             os.close(self._fd)
-            raise SaveDirectoryInUseError(save_dir, *holder) from None
+            raise SaveDirectoryInUseError(save_dir, run_id or None, pid, host) from None
         except OSError as error:
             self.is_exclusive = False
             logger.warning(
@@ -78,8 +79,9 @@ class DirectoryLock:
                 save_dir,
                 error.strerror,
             )
-        self.killed = _read_holder(self._fd)[0] or ""
-        text = json.dumps({"run_id": run_id, "pid": os.getpid(), "host": os.uname().nodename})
+        killed, _, _, its_dir = _read_holder(self._fd)
+        self.killed = (killed, its_dir)
+        text = json.dumps({"run_id": run_id, "pid": os.getpid(), "host": os.uname().nodename, "run_dir": run_dir})
         with suppress(OSError):  # a full disk: the lock holds all the same, only without a name
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, text.encode() + b"\n", 0)
@@ -91,13 +93,13 @@ class DirectoryLock:
         os.close(self._fd)
 
 
-def _read_holder(fd: int) -> tuple[str | None, int | None, str | None]:
-    """Run id, pid and host of the job that holds the lock; None for each if it has not written them."""
+def _read_holder(fd: int) -> tuple[str, int | None, str | None, str]:
+    """Run id, pid, host and run directory of the job that holds the lock; "" and None if it has not written them."""
     try:
         holder = json.loads(os.pread(fd, 4096, 0))
-        return str(holder["run_id"]), int(holder["pid"]), str(holder["host"])
+        return str(holder["run_id"]), int(holder["pid"]), str(holder["host"]), str(holder.get("run_dir", ""))
     except (OSError, ValueError, KeyError, TypeError):
-        return None, None, None
+        return "", None, None, ""
 
 
 # Makes the draft's directory a checkpoint: description, its files, and what is missing if it is not complete.
@@ -238,14 +240,14 @@ class CheckpointStore:
         # What `verify` has found damaged, though its sizes are right.
         self._damaged: dict[str, str] = {}
 
-    def lock(self, run_id: str) -> None:
+    def lock(self, run_id: str, run_dir: str = "") -> None:
         """Make the directory if need be, take it for this process, and remove what dead jobs had begun.
 
         Raises SaveDirectoryInUseError, which names the other job, or CannotWriteError.
         """
         try:
             self.save_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = DirectoryLock(self.save_dir, run_id)
+            self._lock = DirectoryLock(self.save_dir, run_id, run_dir)
             if self._lock.is_exclusive:
                 for name in filter(_LEFTOVER.fullmatch, os.listdir(self.save_dir)):
                     _remove(self.save_dir / name)
@@ -258,9 +260,9 @@ class CheckpointStore:
         return self._lock is not None
 
     @property
-    def killed(self) -> str:
-        """Run id of the job that had the directory before, if its launcher was killed; else ""."""
-        return self._lock.killed if self._lock is not None else ""
+    def killed(self) -> tuple[str, str]:
+        """Run id and run directory of the job that had the directory before, if its launcher was killed; else ""."""
+        return self._lock.killed if self._lock is not None else ("", "")
 
     def unlock(self) -> None:
         """Give the directory back before this process ends."""

@@ -169,7 +169,8 @@ def launch(
     meeting = replace(meeting, begin_to_lead=begin_to_lead)
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     if is_python and store.save_dir.parent != run.path and not is_on_several:
-        store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
+        # Whoever has it could add and remove checkpoints while one is chosen.
+        store.lock(config.run_id or "", config.run_dir or "")
     seen = Path(store.save_dir) / f".ttprun-{secrets.token_hex(8)}" if config.elastic else None
     try:
         if seen is not None:

@@ -114,10 +114,9 @@ class Resumption:
 
     def _say_killed(self, what_is_saved: str) -> None:
         """Of a run whose launcher was killed nobody could save the end: say what there is of it."""
-        killed, step = self._store.killed, 0
+        (killed, run_dir), step = self._store.killed, 0
         with contextlib.suppress(OSError, ValueError):  # it has run elsewhere, or its directory is gone
-            runs = Path(self._config.run_dir or "").parent
-            step = max(rank.step or 0 for rank in read_status(RunDirectory(runs / killed).status).ranks)
+            step = max(rank.step or 0 for rank in read_status(RunDirectory(Path(run_dir or killed)).status).ranks)
         if killed:
             where = f" in step {step + 1}" if step else ""
             logger.warning("the launcher of run %s was killed%s: %s", killed, where, what_is_saved)

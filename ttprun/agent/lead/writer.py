@@ -95,7 +95,7 @@ class CheckpointWriter:
     def lock(self) -> None:
         """Take the directory for this run. Raises ConfigError: another job has it, or it cannot be written."""
         if not self._store.is_locked:
-            self._store.lock(self._node.config.run_id or "")
+            self._store.lock(self._node.config.run_id or "", self._node.config.run_dir or "")
 
     def end(self, is_done: bool, left_s: float = math.inf) -> None:
         """Wait for what is being written; note it if the script has come to its end: nothing resumes from there.
