@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from scripts.soak_faults import DRAWN, MOMENTS, ON_NPU, SECOND, SUBJECTS, Subject, draw_faults  # noqa: E402
-from ttprun.chaos.faults import DEVICE_KINDS, ENDING_KINDS, KINDS, parse_fault  # noqa: E402
+from ttprun.chaos.injected_faults import DEVICE_KINDS, ENDING_KINDS, KINDS, parse_fault  # noqa: E402
 from ttprun.chaos.trial.drill import Scenario, compare_twins, misses, run_twin  # noqa: E402
 from ttprun.chaos.trial.kills import Injection, pair  # noqa: E402
 from ttprun.chaos.trial.twins import Twin  # noqa: E402

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttprun.chaos.faults import ENDING_KINDS, Fault, check_fault, phases_of
+from ttprun.chaos.injected_faults import ENDING_KINDS, Fault, check_fault, phases_of
 
 # What is drawn; `late` and `worker` are asked for.
 MOMENTS = {

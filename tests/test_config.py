@@ -245,7 +245,7 @@ def test_configuration_and_observation_import_no_torch() -> None:
     parts = (
         "config",
         "device.device_errors",
-        "chaos.faults",
+        "chaos.injected_faults",
         "observe.run_directory",
         "observe.events",
         "observe.status",

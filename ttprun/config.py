@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ttprun.chaos.faults import parse_fault
+from ttprun.chaos.injected_faults import parse_fault
 from ttprun.device.device_errors import check_additions
 from ttprun.errors import suggestion
 from ttprun.observe.console import LogFormat

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.chaos.faults import Fault
+from ttprun.chaos.injected_faults import Fault
 from ttprun.chaos.trial.compare import AT_END, OfRank, RunDifference, Trial, differences_by_step
 from ttprun.chaos.trial.kills import LEAST_GAP, KillOutcome, blamed, plan, refused, rows_of
 from ttprun.chaos.trial.twins import Twin

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.fakes import FakeAgent
-from ttprun.chaos.faults import KINDS, PHASES
+from ttprun.chaos.injected_faults import KINDS, PHASES
 from ttprun.cli.main import main
 from ttprun.config import Config
 from ttprun.observe.events import timestamp

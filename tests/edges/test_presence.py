@@ -17,7 +17,7 @@ from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.to_rank import Freeze, Replay, Resume, Welcome
 from ttprun.rank.bootstrap.presence import Presence
-from ttprun.rank.replay.recovery import Recovery
+from ttprun.rank.replay.order_thread import Recovery
 
 LIMIT_S = 60.0
 

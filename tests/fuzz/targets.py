@@ -35,7 +35,7 @@ from ttprun.agent.lead.conduct import Leader
 from ttprun.capture.records.packing import MalformedRecordError
 from ttprun.capture.records.recorder import HEADER_BYTES, Recorder, records_up_to
 from ttprun.capture.values import pack
-from ttprun.chaos.faults import parse_fault
+from ttprun.chaos.injected_faults import parse_fault
 from ttprun.cli.run_reports import status as show_status
 from ttprun.errors import ConfigError
 from ttprun.observe.events import read_events, read_history

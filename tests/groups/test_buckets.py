@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.chaos import strikes
-from ttprun.chaos.faults import parse_fault
+from ttprun.chaos.injected_faults import parse_fault
 from ttprun.groups.inputs import TRUSTED_AFTER, Bucket, BucketInput
 from ttprun.groups.journal import Journal
 from ttprun.introspect import stages

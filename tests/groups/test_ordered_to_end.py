@@ -14,7 +14,7 @@ from ttprun.groups.operations import Entry
 from ttprun.groups.work import ManagedWork
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol.to_rank import EndAsked
-from ttprun.rank.replay.recovery import Recovery
+from ttprun.rank.replay.order_thread import Recovery
 from ttprun.rank.step.commit_barrier import commit
 
 LIMIT_S = 60.0

@@ -22,7 +22,7 @@ _PRELOADED = [
     "torch.utils.data.distributed",
     "numpy",
     "ttprun.rank.replay.replay_run",
-    "ttprun.rank.replay.recovery",
+    "ttprun.rank.replay.order_thread",
     "ttprun.rank.bootstrap.install",
 ]
 

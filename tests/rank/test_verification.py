@@ -15,7 +15,7 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.operations import Entry, Input
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.rank import verification
-from ttprun.rank.replay.recovery import Recovery
+from ttprun.rank.replay.order_thread import Recovery
 from ttprun.rank.verification import Verifier, find_nan, nan_in
 from ttprun.tensors import holdings
 

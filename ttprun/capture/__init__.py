@@ -28,7 +28,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.autograd.graph",
         "saved_tensors_hooks.__enter__",
-        "capture.values.histories:wrap_saved_tensors_hooks",
+        "capture.values.autograd_graphs:wrap_saved_tensors_hooks",
         "before torch 2.13, to leave alone what the script packs itself when a tensor's history is looked at",
     ),
     Patch(

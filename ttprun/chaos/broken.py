@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ttprun.chaos.faults import Fault
+from ttprun.chaos.injected_faults import Fault
 from ttprun.groups.connection import Exchange
 from ttprun.groups.gloo import Connection
 from ttprun.groups.process_group import groups_of

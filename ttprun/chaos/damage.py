@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ttprun.chaos.faults import DEVICE_KINDS, Fault
+from ttprun.chaos.injected_faults import DEVICE_KINDS, Fault
 from ttprun.protocol import from_rank
 from ttprun.rank import held_signals
 

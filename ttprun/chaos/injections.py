@@ -1,8 +1,8 @@
 """The injected faults of this run: those ordered, those armed in ranks, and those that have struck.
 
-Orders come from the configuration and from `ttprun inject-fault`; `faults.strikes` expands them into strikes. A strike
-waits in a rank for its moment; a signal without a moment is sent from here. The events are fault_ordered, fault_armed,
-fault_injected and fault_failed. Runs on the supervisor's thread. Begin with `order`.
+Orders come from the configuration and from `ttprun inject-fault`; `injected_faults.strikes` expands them into
+strikes. A strike waits in a rank for its moment; a signal without a moment is sent from here. The events are
+fault_ordered, fault_armed, fault_injected and fault_failed. Runs on the supervisor's thread. Begin with `order`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ttprun.agent.node.rank_processes import kill_session
-from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
+from ttprun.chaos.injected_faults import AGENT_KINDS, Fault, parse_fault, seconds_of
 from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ttprun.agent.lead.lead import Row
     from ttprun.agent.node.node import Process
     from ttprun.agent.node.standbys import Standbys
-from ttprun.chaos.faults import PlannedStrike, strikes
+from ttprun.chaos.injected_faults import PlannedStrike, strikes
 
 _STALL_S = 2.0
 _SIGNALS = {

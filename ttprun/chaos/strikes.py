@@ -24,7 +24,7 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.values import pack
 from ttprun.chaos import broken, damage
 from ttprun.chaos.damage import Armed, step_of
-from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
+from ttprun.chaos.injected_faults import RECOVERY_PHASES, Fault, parse_fault
 from ttprun.chaos.plain_observer.sitecustomize import leave, seed_what_the_system_seeds
 from ttprun.introspect import random_state, stages
 from ttprun.introspect.current_rank import Rank, current

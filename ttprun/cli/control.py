@@ -17,7 +17,17 @@ from typing import Annotated, get_args
 import typer
 from msgspec import structs
 
-from ttprun.chaos.faults import KINDS, PHASES, RANDOM, Fault, PlannedStrike, check_word, parse_fault, phases_of, strikes
+from ttprun.chaos.injected_faults import (
+    KINDS,
+    PHASES,
+    RANDOM,
+    Fault,
+    PlannedStrike,
+    check_word,
+    parse_fault,
+    phases_of,
+    strikes,
+)
 from ttprun.cli.run_reports import load
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import read_config_file, resolve

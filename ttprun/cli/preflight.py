@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
 from ttprun import mindio
-from ttprun.chaos.faults import parse_fault
+from ttprun.chaos.injected_faults import parse_fault
 from ttprun.cli.command_line import SCRIPT, RunParser, for_another_interpreter
 from ttprun.cli.main import COMMANDS
 from ttprun.config import Config

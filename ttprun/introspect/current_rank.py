@@ -203,7 +203,7 @@ class Rank:
     trains_alone  it takes its steps without a process group, in a world of several ranks
     settle_at     boundary up to which a held rank may still step
     is_over       this run of the script has ended with an exception
-    recovery      the recovery thread: rank/replay/recovery.py
+    recovery      the recovery thread: rank/replay/order_thread.py
     expected      the collectives that a replacement must issue: `Expected` in rank/proof.py
     proof         the comparison with the lost rank's step, while a replacement is in that: `Proof` in rank/proof.py
     framework     the script's, if it recovers by callbacks (--mindio): rank/framework/framework.py

@@ -31,7 +31,7 @@ class Listener(Protocol):
     """Is called at each moment. Any method may end the process, or raise what is meant for the script."""
 
     def reached(self, moment: str) -> None:
-        """A thread has reached a moment; the names are those of `ttprun.chaos.faults`."""
+        """A thread has reached a moment; the names are those of `ttprun.chaos.injected_faults`."""
 
     def reached_step_end(self) -> None:
         """Optimizer.step has ended."""

@@ -9,7 +9,7 @@ from ttprun.protocol.codec import Message
 
 
 class InjectFault(Message, frozen=True):
-    """Cause a fault, as `chaos.faults.parse_fault` reads it."""
+    """Cause a fault, as `chaos.injected_faults.parse_fault` reads it."""
 
     fault: str
 

@@ -1,8 +1,8 @@
 """What the agent sends to a rank: one class per message.
 
-A rank handles them in `rank/replay/recovery.py`, with --mindio in `rank/framework/callback_recovery.py`, and before it
-has imported torch in `rank/bootstrap/presence.py`. Two more come from other ranks, and are forwarded unchanged:
-`from_rank.Put` and `from_rank.RankUnprotected`. Words and units are as in `from_rank.py`; messages
+A rank handles them in `rank/replay/order_thread.py`, with --mindio in `rank/framework/callback_recovery.py`, and
+before it has imported torch in `rank/bootstrap/presence.py`. Two more come from other ranks, and are forwarded
+unchanged: `from_rank.Put` and `from_rank.RankUnprotected`. Words and units are as in `from_rank.py`; messages
 only for a framework with callbacks are in `mindio.py`.
 """
 
@@ -68,7 +68,7 @@ class Options(Message, frozen=True):
 class InjectedFault(Message, frozen=True):
     """An injected fault for this rank; the agent may send the same number twice.
 
-    fault   as `chaos.faults.parse_fault` reads it
+    fault   as `chaos.injected_faults.parse_fault` reads it
     """
 
     number: int

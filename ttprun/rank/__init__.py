@@ -11,5 +11,6 @@ framework                recovery by a framework's own callbacks (--mindio)
 bootstrap                how the hooks get into a process, and how a run begins and ends
 
 Read `introspect/current_rank.py` first (what a rank knows), then `step/step_hooks.py`, `groups/process_group.py` (what
-happens at each collective), `replay/recovery.py` (what happens when another rank is lost) and `replay/replay_run.py`.
+happens at each collective), `replay/order_thread.py` (what happens when another rank is lost) and
+`replay/replay_run.py`.
 """

@@ -9,8 +9,8 @@ The same holds between the steps of two optimizers that use the gradients of one
 a hook takes inside a backward pass: the rest of the pass needs what the forward pass has computed with the weights
 before the step. A replay refuses such a boundary.
 
-Whether another one is open is predicted from the existing graphs (`values/histories.py`) and gradients: if that is
-wrong, a resume is refused (`values/histories.py`, `gradients.py`), or a snapshot is taken a few steps late.
+Whether another one is open is predicted from the existing graphs (`values/autograd_graphs.py`) and gradients: if that
+is wrong, a resume is refused (`values/autograd_graphs.py`, `gradients.py`), or a snapshot is taken a few steps late.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Ground:
     rungs          kinds of recovery that may be used
     interval       between two snapshots
     report         called with what has happened on this node: the agent that leads takes it, this one or another
+                   (set by `launcher/group.py`)
     selector       what the supervisor waits on; the data of a key is the function to call when it is ready
     peers          the agents of the other nodes
     generation     of the job, as far as this agent knows

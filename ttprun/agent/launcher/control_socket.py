@@ -25,7 +25,7 @@ from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.node_agent import NodeEyes
-from ttprun.chaos.faults import Fault, parse_fault
+from ttprun.chaos.injected_faults import Fault, parse_fault
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import Refused, decode_fields, encode

@@ -35,7 +35,7 @@ from ttprun.agent.node.node_agent import NodeAgent, NodeEyes, ReplaceHandler
 from ttprun.agent.node.process_watch import ProcessWatch, UnhookedRanks
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
 from ttprun.agent.node.state_copies import Memory
-from ttprun.chaos.faults import Fault
+from ttprun.chaos.injected_faults import Fault
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import node_messages
 from ttprun.protocol.rank_events import Event

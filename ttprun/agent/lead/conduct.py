@@ -31,7 +31,7 @@ from ttprun.agent.lead.membership import NodeMembership, Placement
 from ttprun.agent.lead.repairs import Repairs, Rewinds
 from ttprun.agent.lead.reports import Reports
 from ttprun.agent.lead.schedules import QuiesceSchedule
-from ttprun.chaos.faults import parse_fault
+from ttprun.chaos.injected_faults import parse_fault
 from ttprun.protocol import meeting, node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.codec import Refused

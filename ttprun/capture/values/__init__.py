@@ -8,9 +8,9 @@ the variable's name.
 
 from ttprun.capture.records.packing import CannotRestoreError, pack, unpack_named
 from ttprun.capture.values import changes, data_trees, gaps, kinds, large
+from ttprun.capture.values.autograd_graphs import UnrecordedTensorError, is_awaited
 from ttprun.capture.values.gaps import MARK_OF_REFUSED, leave_dearest, refusals
 from ttprun.capture.values.gaps import names_of as names_not_proved
-from ttprun.capture.values.histories import UnrecordedTensorError, is_awaited
 from ttprun.capture.values.iterators import restore_loop
 from ttprun.capture.values.large import fingerprint
 from ttprun.capture.values.restore import Restore

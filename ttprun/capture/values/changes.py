@@ -3,7 +3,8 @@
 A `Piece` is some values and all below them; a table of kinds says how each is looked at. A dictionary has a version
 from torch (CPython's own up to 3.11, a watcher's later); if that has changed, the items are compared, and so are those
 of lists, of a long one by the addresses of its items. `Remembered` holds results, as long as they are used at each
-boundary.
+boundary. Tensors and arrays are looked at elsewhere (`large.follow`), as are long lists (`long_items.py`), datasets
+(`data_trees.py`) and the layout of modules (`modules.py`).
 
 What has never changed is looked at in turns (`Turns`): the one schedule of all that is too much to look at at each
 boundary. All of a thing is looked at until it was the same LOOKS times, and from then on a part of it, the one that was

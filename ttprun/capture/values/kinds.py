@@ -43,7 +43,7 @@ from ttprun.capture.values import (
     restore,
     tensors,
 )
-from ttprun.capture.values.histories import Unrecorded
+from ttprun.capture.values.autograd_graphs import Unrecorded
 from ttprun.capture.values.restore import RESTORERS, Restorer
 from ttprun.capture.values.snapshot import HANDLERS, Handler, Snapshot
 from ttprun.introspect import fail_open, model_tensors

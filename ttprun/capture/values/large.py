@@ -26,8 +26,8 @@ import xxhash
 
 from ttprun.capture.records.nodes import ChangedDataNode, DataNode, Number
 from ttprun.capture.records.packing import MISSING
+from ttprun.capture.values.autograd_graphs import forget_gradient
 from ttprun.capture.values.changes import Clock
-from ttprun.capture.values.histories import forget_gradient
 from ttprun.capture.values.plain import dtype_of, dtype_text
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot

@@ -28,9 +28,9 @@ from ttprun.capture.records.packing import (
     pack,
     unpack_description,
 )
+from ttprun.capture.values.autograd_graphs import forget_gradient
 from ttprun.capture.values.changes import ARE_COUNTED, Piece, Remembered, version_of
 from ttprun.capture.values.gaps import record_not_proved
-from ttprun.capture.values.histories import forget_gradient
 from ttprun.capture.values.kept import lasting_numbers
 from ttprun.capture.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.capture.values.plain import BASES

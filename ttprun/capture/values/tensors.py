@@ -33,8 +33,8 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import MISSING, name_of
 from ttprun.capture.values.arrays import is_changing
+from ttprun.capture.values.autograd_graphs import Unrecorded, forget_gradient, shape_of, without_history
 from ttprun.capture.values.gaps import record_not_proved
-from ttprun.capture.values.histories import Unrecorded, forget_gradient, shape_of, without_history
 from ttprun.capture.values.large import (
     SMALL_BYTES,
     array_around,

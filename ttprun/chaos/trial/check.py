@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ttprun import text_hashes
 from ttprun.capture.position import disk_cache
 from ttprun.chaos import strikes
-from ttprun.chaos.faults import Fault
+from ttprun.chaos.injected_faults import Fault
 from ttprun.chaos.plain_observer import sitecustomize
 from ttprun.chaos.trial.compare import (
     AT_END,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ttprun.chaos.faults import parse_fault
+from ttprun.chaos.injected_faults import parse_fault
 from ttprun.chaos.trial.compare import OutputComparison, compare_runs
 from ttprun.chaos.trial.kills import Injection, pair
 from ttprun.chaos.trial.twins import PLACES, Launch, Twin, clean_environment, words_of

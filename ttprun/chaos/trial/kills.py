@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal
 
-from ttprun.chaos.faults import WITHOUT_INCIDENT, Fault
+from ttprun.chaos.injected_faults import WITHOUT_INCIDENT, Fault
 from ttprun.chaos.trial.compare import (
     AT_END,
     WITHOUT_LOSS,

@@ -33,7 +33,7 @@ from ttprun.rank.bootstrap import patch_table, reset
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.proof import Alignment, Proof
 from ttprun.rank.replay import recovery_orders
-from ttprun.rank.replay.recovery import Recovery
+from ttprun.rank.replay.order_thread import Recovery
 from ttprun.rank.replay.replay_run import ReplayRun, StepProof
 from ttprun.rank.step import record, step_hooks
 from ttprun.rank.step.commit_barrier import InterNodeCommit

@@ -26,7 +26,7 @@ from ttprun import text_hashes
 from ttprun.capture import effects
 from ttprun.capture.position import user_code
 from ttprun.chaos import damage
-from ttprun.chaos.faults import parse_fault
+from ttprun.chaos.injected_faults import parse_fault
 from ttprun.device.device_errors import DeviceFault, Diagnosis, causes_of, in_one_line
 from ttprun.introspect import children, current_rank, signal_handlers
 from ttprun.introspect.fail_open import session_now

@@ -42,7 +42,7 @@ from ttprun.rank.framework import framework, handlers
 from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import FORCE_STOP, RET_NO_REBUILD, SAVE, ReportState, Size
 from ttprun.rank.replay import recovery_orders
-from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
+from ttprun.rank.replay.order_thread import JoinsTraining, Ordered, Recovery
 from ttprun.tensors import state_transfer
 
 LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)

@@ -40,7 +40,7 @@ from ttprun.rank.framework.handlers import (
     Pauses,
     ReportState,
 )
-from ttprun.rank.replay.recovery import JoinsTraining
+from ttprun.rank.replay.order_thread import JoinsTraining
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.commit_barrier import commit
 

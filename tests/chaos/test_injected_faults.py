@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttprun.chaos.faults import (
+from ttprun.chaos.injected_faults import (
     DRAWN_PHASES,
     DRAWN_STEPS,
     ENDING_KINDS,

@@ -1,8 +1,8 @@
 """Faults that ttprun can cause on purpose, and how they are written: `kill:rank=1,step=5,phase=backward`.
 
 The same form is used by `--fault`, by `faults:` in a configuration or a drill, and between agent and ranks. Standard
-library only, since it is imported inside ranks. Read KINDS first, then `parse_fault`; `ttprun.chaos.injections` expands
-schedules.
+library only, since it is imported inside ranks. Read KINDS first, then `parse_fault`; `strikes` expands schedules. A
+new kind: a row of KINDS here, what it does in `damage.py` or `broken.py`, what it comes to in `trial/kills.py`.
 """
 
 from __future__ import annotations
