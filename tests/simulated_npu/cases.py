@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from ttprun.groups.operations import Entry
 from ttprun.introspect import host_copies
 from ttprun.introspect.current_rank import INPUT
 from ttprun.introspect.tensor_bytes import bytes_of, content_of, folded, plain_together
+from ttprun.tensors.mirror_slots import ReducedParts
 
 TOO_LONG = 1200  # a product of matrices of this size runs for a while
 
@@ -40,6 +42,25 @@ def busy() -> torch.Tensor:
     """Work that the device has begun, and not ended."""
     large = torch.ones(TOO_LONG, TOO_LONG, device="npu")
     return large @ large @ large
+
+
+def test_results_of_reductions_are_kept_in_memory_that_the_device_knows_once_it_grows_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "results"
+    path.touch()
+    parts, result = ReducedParts(str(path), lambda more: None), torch.ones(1000, device="npu")
+    torch.npu.synchronize()
+    for number in range(3):
+        parts.keep(0, "group", number, result)
+    assert torch.npu.registered() == 0
+
+    for number in range(3):
+        parts.keep(1, "group", number, result)
+    assert torch.npu.registered() == (path.stat().st_size if _C.is_kind("nccl") else 0)
+    parts.take(1, "group", 2, result.zero_())
+    parts.release()
+
+    assert result.sum().item() == 1000
+    assert torch.npu.registered() == 0
 
 
 def test_our_own_stream_waits_for_an_event_alone_and_what_it_was_given_is_done_when_it_is_finished() -> None:

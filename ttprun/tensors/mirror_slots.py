@@ -239,7 +239,9 @@ class ReducedParts:
             return
         if (more := offset + result.nbytes - self.size) > 0:
             self._check_room(more)
-        self._fit(offset + result.nbytes)
+            self._fit(offset + result.nbytes)
+        elif not result.is_cpu:
+            self._memory.pin_more()  # not while it grows, which is a new mapping each time
         self._write(at, _NOTHING)
         with accelerator.beside():  # it has completed, and waits for nothing that the script computes meanwhile
             self._memory.tensor(offset, result).copy_(result.detach())

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch_npu import build
@@ -316,13 +316,25 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 class _Runtime:
     """What torch.cuda.cudart() gives, of a device whose groups end as NCCL's do."""
 
-    cudaHostUnregister = staticmethod(_C.unpin)
+    registered: ClassVar[dict[int, int]] = {}  # bytes from each address on
 
-    @staticmethod
-    def cudaHostRegister(address: int, size: int, flags: int) -> int:
+    @classmethod
+    def cudaHostRegister(cls, address: int, size: int, flags: int) -> int:
         """Copies to and from this memory of the host need not be waited for at once, from now on."""
         _C.pin(address, size)
+        cls.registered[address] = size
         return 0
+
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> None:
+        """It is as any other memory again."""
+        _C.unpin(address)
+        del cls.registered[address]
+
+
+def registered() -> int:
+    """Bytes of memory that the host has registered with it; only the simulated one counts."""
+    return sum(_Runtime.registered.values())
 
 
 if _C.is_kind("nccl"):
