@@ -112,7 +112,7 @@ parts = [local(part.detach()).cpu() for part in net.parameters()]
 print(f"[rank {{rank}}] total {{total!r}} draw {{torch.rand(()).item()!r}}", flush=True)
 finish(parts, args.out, [part.clone() for part in parts])
 """
-MESH = 'mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))\n'
+MESH = 'mesh = init_device_mesh(device.type, (world // 2, 2), mesh_dim_names=("dp", "tp"))\n'
 LAYERS = 'parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "3": RowwiseParallel()})\n'
 SHARDED = "fully_shard(net[3], mesh=mesh)\ntrained = fully_shard(net, mesh=mesh)"
 FSDP1 = """\
@@ -134,10 +134,10 @@ PARTS: dict[str, dict[str, str]] = {
         "fsdp1 tp": MESH
         + LAYERS
         + 'net = trained = FullyShardedDataParallel(net, device_id=device, device_mesh=mesh["dp"])',
-        "fsdp1 hybrid": 'mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copy", "shard"))\n'
+        "fsdp1 hybrid": 'mesh = init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("copy", "shard"))\n'
         "net = trained = FullyShardedDataParallel(\n"
         "    net, device_id=device, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD\n)",
-        "hsdp tp": 'whole = init_device_mesh("cpu", (2, world // 4, 2), mesh_dim_names=("copy", "shard", "tp"))\n'
+        "hsdp tp": 'whole = init_device_mesh(device.type, (2, world // 4, 2), mesh_dim_names=("copy", "shard", "tp"))\n'
         + LAYERS.replace("mesh[", "whole[")
         + 'mesh = whole["copy", "shard"]\n'
         + SHARDED,
@@ -338,6 +338,8 @@ def text_of(row: Row) -> str:
     if row["how"] == "bf16" and row["spread"] in ("fsdp2", "hsdp"):
         policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         chosen["spread"] = chosen["spread"].replace(", mesh=mesh)", f", mesh=mesh, {policy})")
+    if row["device"] == "npu" and row["spread"] == "tp":  # a step of all parameters at once wants them alike
+        chosen["optimizer"] = chosen["optimizer"].replace("lr=", "foreach=False, lr=")
     if row["optimizer"] == "two" and row["spread"] == "fsdp1 tp":  # each has a flat parameter of its own
         fsdp1 = 'FullyShardedDataParallel(net[3], device_id=device, device_mesh=mesh["dp"])'
         chosen["spread"] = chosen["spread"].replace("net = trained", f"net[3] = {fsdp1}\nnet = trained")

@@ -54,7 +54,7 @@ class Experts(nn.Module):
         dist.all_to_all_single(offered, wanted, group=self.group)
         sent, received = wanted.sum(1).tolist(), offered.sum(1).tolist()
         arrived = Exchange.apply(tokens[order], sent, received, self.group)
-        whose = torch.arange(self.count).repeat(holders).repeat_interleave(offered.flatten())
+        whose = torch.arange(self.count, device=tokens.device).repeat(holders).repeat_interleave(offered.flatten())
         by_expert = whose.argsort(stable=True)
         parts = arrived[by_expert].split(whose.bincount(minlength=self.count).tolist())
         computed = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
@@ -82,7 +82,11 @@ class Model(nn.Module):
 
 args = arguments(steps=20, replicas=1)
 
-dist.init_process_group("gloo")
+device = torch.accelerator.current_accelerator() or torch.device("cpu")
+if device.type != "cpu":
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    torch.use_deterministic_algorithms(True)
+dist.init_process_group("gloo" if device.type == "cpu" else "hccl")
 rank, world = dist.get_rank(), dist.get_world_size()
 holders = world // args.replicas
 of_experts = [dist.new_group(range(first, first + holders)) for first in range(0, world, holders)]
@@ -90,10 +94,10 @@ of_replicas = [dist.new_group(range(place, world, holders)) for place in range(h
 replica, place = divmod(rank, holders)
 
 torch.manual_seed(0)
-model = Model(16, 2, 2 * place, of_experts[replica])
+model = Model(16, 2, 2 * place, of_experts[replica]).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-held_out = torch.randn(24, 12)
+held_out = torch.randn(24, 12).to(device)
 torch.manual_seed(1000 + rank)  # other tokens and another dropout in each rank
 for step in range(args.steps):
     optimizer.zero_grad()
@@ -104,7 +108,7 @@ for step in range(args.steps):
             with torch.no_grad():
                 evaluated = (model(held_out) - held_out.roll(1, 1)).square().mean().item()
             model.train()
-        x = torch.randn(24, 12)
+        x = torch.randn(24, 12).to(device)
         loss = (model(x) - x.roll(1, 1)).square().mean() / 2
         loss.backward()
         total += loss.item()
@@ -120,4 +124,5 @@ for step in range(args.steps):
     print(f"[rank {rank}] step {step} loss {total!r} before {evaluated!r}", flush=True)
 
 os.makedirs(args.out, exist_ok=True)
+model = model.cpu()
 finish(model.parameters(), args.out, model.state_dict())
