@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,6 +38,28 @@ def test_a_function_that_runs_goes_on_with_the_variables_of_the_lost_rank() -> N
     replacement = train(act, start=1)
 
     assert replacement == lost
+
+
+def test_an_expression_that_a_later_line_has_made_takes_the_place_of_the_first() -> None:
+    recorded: dict[str, Any] = {}
+
+    def record() -> None:
+        variables = {**sys._getframe(1).f_locals, "act": restore}
+        recorded.update(values.unpack_named(values.pack(Snapshot({}).variables(variables))))
+
+    def restore() -> None:
+        Restore([], is_comparing=False).frame(sys._getframe(1), recorded, "")
+
+    def work(act: Callable[[], None]) -> list[int]:
+        source = (number * 2 for number in itertools.islice(range(9), 9))
+        if act is record:
+            source = (number + 100 for number in itertools.islice(range(9), 9))
+            next(source)
+            next(source)
+        act()
+        return [*source]
+
+    assert work(record) == work(restore) == [102, 103, 104, 105, 106, 107, 108]
 
 
 def test_globals_of_a_module_are_written_in_place() -> None:

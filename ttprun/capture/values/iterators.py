@@ -32,7 +32,7 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import MISSING, name_of
 from ttprun.capture.values.process_objects import record_unknown
-from ttprun.capture.values.restore import Restore, kind_of, unlike
+from ttprun.capture.values.restore import Restore, kind_of, place_of, unlike
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.introspect import safe_reads
 from ttprun.introspect.ownership import is_script_code, variables_of
@@ -147,7 +147,7 @@ _FIRST = ".0"  # the variable in which a generator expression has its first iter
 
 
 def _where(value: types.GeneratorType[Any, Any, Any]) -> str:
-    return f"{value.gi_code.co_filename}:{value.gi_code.co_qualname}:{value.gi_code.co_firstlineno}"
+    return place_of(value.gi_code)
 
 
 def _stands_at(value: types.GeneratorType[Any, Any, Any]) -> list[int]:
@@ -237,13 +237,16 @@ def restore_generator(restore: Restore, live: Any, node: SuspendedNode, name: st
 
 def restore_expression(restore: Restore, live: Any, node: ExpressionNode, name: str) -> Any:
     """In place if its iterator could be set; else a new one over an iterator that stands where the lost rank's did."""
-    if not isinstance(live, types.GeneratorType) or _where(live) != node.where or live.gi_frame is None:
+    if not isinstance(live, types.GeneratorType) or not _is_expression(live) or live.gi_frame is None:
+        return restore.refuse(live, unlike(name, "builtins:generator", live, f"the generator {node.where}"))
+    code = live.gi_code if _where(live) == node.where else restore.code(node.where)
+    if code is None:
         return restore.refuse(live, unlike(name, "builtins:generator", live, f"the generator {node.where}"))
     first = variables_of(live.gi_frame).get(_FIRST)
     iterator = restore.value(first, node.first, f"{name}'s iterator")
     made = live
-    if iterator is not first:
-        made = types.FunctionType(live.gi_code, live.gi_frame.f_globals)(iterator)
+    if iterator is not first or code is not live.gi_code:
+        made = types.FunctionType(code, live.gi_frame.f_globals)(iterator)
     restore.claim(node.number, made)
     return made
 

@@ -76,6 +76,7 @@ class Restore:
         self._unused: list[Any] = []
         self._trees: dict[int, int] = {}  # objects in each tree of data, by its first number
         self._places: dict[int, int] | None = None
+        self._code: types.CodeType | None = None  # of the frame that is written
 
     def frame(
         self, frame: types.FrameType, recorded: dict[str, Any], where: str, dead: Container[str] = frozenset()
@@ -87,13 +88,23 @@ class Restore:
         where      goes before each variable's name in a reason
         dead       variables that the script sets again before it reads them
         """
-        scope = variables_of(frame)
+        scope, around, self._code = variables_of(frame), self._code, frame.f_code
         written, gone = self._changes(scope, recorded, where, dead)
+        self._code = around
         for name, value in written.items():
             set_local(frame, name, value)
         for name in gone:
             if name not in dead and not unset_local(frame, name):
                 self.refuse(None, f"{where}{name} is set here, and was not in the lost rank")
+
+    def code(self, where: str) -> types.CodeType | None:
+        """The code of a generator expression of the frame that is written; None: there is none or more than one.
+
+        where   as `place_of` gives it
+        """
+        constants = self._code.co_consts if self._code is not None else ()
+        there = [code for code in constants if isinstance(code, types.CodeType) and place_of(code) == where]
+        return there[0] if len(there) == 1 else None
 
     def module(self, scope: dict[str, Any], recorded: dict[str, Any], where: str) -> None:
         """Write the variables of a module that has no frame on the stack.
@@ -302,6 +313,11 @@ def kind_of(value: Any) -> str:
     if value is MISSING:
         return "not set"
     return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
+
+
+def place_of(code: types.CodeType) -> str:
+    """Where this code stands: file, name and first line."""
+    return f"{code.co_filename}:{code.co_qualname}:{code.co_firstlineno}"
 
 
 def unlike(name: str, kind: str, live: Any, what: str = "") -> str:
