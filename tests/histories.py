@@ -334,7 +334,7 @@ def _silence(start: _Start, runs: Sequence[_Start]) -> str:
     if run is None or run.exit_code == 0 or start.is_killed:
         return ""
     reasons = _reasons(start)
-    said = [one.run.output for one in runs if one.run]
+    said = [one.run.output.replace("\nttprun: ", " ") for one in runs if one.run]  # a long reason takes two lines
     is_said = any(reason in output for reason in reasons for output in said)
     return "" if is_said else f"{run.folder.name} ended with {run.exit_code}, and nobody says why: {reasons}"
 
