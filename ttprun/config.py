@@ -54,6 +54,12 @@ class Config(BaseModel):
         False, description="allow fault injection into this run ('ttprun inject-fault', --fault)"
     )
     faults: list[str] = Field([], description="fault to inject, such as kill:rank=1,step=5,phase=backward")
+    trace: str | None = Field(
+        None,
+        min_length=1,
+        description="file that gets a line of digests from each step of each rank, for 'ttprun diff' and 'ttprun check "
+        "--against': batch, random numbers, loss, gradients, weights. Costs time in each step",
+    )
     rungs: list[RungName] = Field(
         list(get_args(RungName)),
         description="recovery methods that may be used; they are tried in the order of the default. A method that is "

@@ -26,13 +26,11 @@ from ttprun.chaos import broken, damage
 from ttprun.chaos.damage import Armed, step_of
 from ttprun.chaos.injected_faults import RECOVERY_PHASES, Fault, parse_fault
 from ttprun.chaos.plain_observer.sitecustomize import leave, seed_what_the_system_seeds
+from ttprun.chaos.step_digests import append, live, trained
 from ttprun.introspect import random_state, stages
 from ttprun.introspect.current_rank import Rank, current
-from ttprun.introspect.model_tensors import local_of
-from ttprun.introspect.tensor_bytes import content_of, elements_of
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import Channel, Message
-from ttprun.tensors import optimizer_registry
 
 waiting: list[Armed] = []  # for their moment, in this rank
 _known: set[int] = set()
@@ -243,7 +241,7 @@ class Observer:
 
     def reached(self, moment: str) -> None:
         """A thread has come to a moment."""
-        session = _live()
+        session = live()
         if session is not None:
             self._note_moment(session, moment)
             if moment == "after_step":
@@ -254,7 +252,7 @@ class Observer:
 
     def reached_collective(self, op: str, inputs: Any) -> bool:
         """A collective is about to be issued; returns whether this rank is to leave it out."""
-        session = _live()
+        session = live()
         if session is not None:
             self._note_moment(session, phase_of_collective(session, op))
         return reached_collective(op, inputs)
@@ -278,12 +276,7 @@ class Observer:
 
     def _note(self, what: dict[str, Any]) -> None:
         """Never raises: what cannot be noted is missed by whoever compares."""
-        with contextlib.suppress(OSError):
-            fd = os.open(self._folder / f"rank{self._rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                os.write(fd, (json.dumps(what) + "\n").encode())
-            finally:
-                os.close(fd)
+        append(self._folder / f"rank{self._rank}.jsonl", json.dumps(what) + "\n")
 
     def _leave(self, session: Rank) -> None:
         """Keep the newest record, and end the process."""
@@ -292,19 +285,3 @@ class Observer:
             with contextlib.suppress(OSError):
                 (self._folder / f"rank{self._rank}.{name}").write_bytes(content)
         leave()
-
-
-def _live() -> Rank | None:
-    """This process's session; None in a replay."""
-    session = current()
-    return session if session is not None and session.mode.is_live else None
-
-
-def trained() -> str:
-    """Digest of all that the optimizers update: parameters, and the tensors of their state."""
-    hasher = xxhash.xxh3_128()
-    for tensor in optimizer_registry.stepped_tensors():
-        elements = elements_of(local_of(tensor).detach())
-        hasher.update(f"{elements.dtype} {list(tensor.shape)}".encode())
-        hasher.update(content_of(elements))
-    return hasher.hexdigest()

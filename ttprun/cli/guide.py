@@ -138,6 +138,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "guide"
 # In the order in which a reader may want them; each is a file of `ttprun/guide`.
 TOPICS = {
     "check": "try your own script first: is a rank of it recovered?",
+    "compare": "two runs that should be the same are not: the first step in which they differ, and in what",
     "frameworks": "transformers, accelerate and others: how they are started, what of them is followed",
     "how-it-works": "what happens when a rank dies, and what is proved before training goes on",
     "support": "what a lost rank costs, row by row, with the tests that prove it and when they were green",

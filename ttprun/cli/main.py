@@ -35,6 +35,7 @@ COMMANDS = {
     "recall": ("ttprun.cli.control", "recall"),
     "check": ("ttprun.cli.rehearsals", "check"),
     "drill": ("ttprun.cli.rehearsals", "drill"),
+    "diff": ("ttprun.cli.rehearsals", "diff"),
     "checkpoints": ("ttprun.cli.checkpoints_command", "app"),
     "checkpoint": ("ttprun.cli.checkpoints_command", "app"),  # as in `ttprun checkpoint now`
     "demo": ("ttprun.cli.rehearsals", "demo"),
@@ -78,6 +79,7 @@ commands:
   check          try your script before a long job: some steps with ranks killed, compared with an undisturbed run
   demo           a small training of our own, one rank killed, its weights compared with torchrun's
   drill          run a script under a schedule of faults, and compare it with an undisturbed run
+  diff           the first step in which two runs with --trace differ, and in what: batch, loss, gradient, ...
   checkpoint now save a running job, and wait until it is saved
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
   doctor         what works on this machine, what does not, and how to fix it

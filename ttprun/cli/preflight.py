@@ -118,6 +118,7 @@ def misfits(torchrun: Namespace, config: Config) -> Iterator[tuple[bool, str, st
     yield elastic and config.save_dir is None, shared, "name it (--save-dir)"
     for rung in ("persist", "restart"):
         yield elastic and rung not in config.rungs, f"--elastic needs the rung '{rung}' (rungs)", "leave it in"
+    yield bool(config.trace) and config.mindio, "--trace cannot be combined with --mindio", without
     yield elastic and config.mindio, "--elastic cannot be combined with --mindio", without
     yield elastic and torchrun.no_python, "--elastic cannot be combined with --no-python", without
     for flag in ("no_python", "run_path"):

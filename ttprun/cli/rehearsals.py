@@ -19,6 +19,7 @@ from ttprun.chaos.trial.drill import Scenario, command_of, read_scenario
 from ttprun.chaos.trial.twins import place_for_runs
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import shipped
+from ttprun.observe.run_directory import Trace, read_trace
 
 if TYPE_CHECKING:
     from ttprun.chaos.trial.check import CheckReport, CheckTarget
@@ -65,6 +66,57 @@ def demo() -> int:
     wanted = read_scenario(str(shipped() / "drills" / "one_kill.yaml"))
     with place_for_runs(None, "ttprun-demo-") as place:
         return run_drill(wanted, place, as_json=False, is_kept=True, names_hashes=True)
+
+
+def diff(
+    run_a: Annotated[Path, typer.Argument(help="Trace of a run (--trace FILE), or the directory of that run.")],
+    run_b: Annotated[Path, typer.Argument(help="The same of another run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result in JSON, for programs.")] = False,
+) -> int:
+    """Two runs should have been the same. Find the first step in which they are not, and what was different there.
+
+    ttprun --trace a.trace --nproc-per-node 2 train.py
+
+    ttprun --trace b.trace --nproc-per-node 2 train.py
+
+    ttprun diff a.trace b.trace
+
+    Each step of each rank leaves digests of its batch, random numbers, loss, gradients and weights, in the order in
+    which they come to be. The first one that differs says where to look: "step 40: other samples in the batch: the
+    sampler", "step 412, rank 1: same loss, other gradient of layers.3: kernel or device". More: ttprun guide compare.
+
+    Exit code: 0 the same, 1 different, 2 a trace cannot be read.
+    """
+    lines, is_same = compare_traces(read_trace(run_a), read_trace(run_b))
+    print(json.dumps({"same": is_same, "lines": lines}) if as_json else "\n".join(lines))
+    return 0 if is_same else 1
+
+
+def compare_traces(first: Trace, second: Trace) -> tuple[list[str], bool]:
+    """Sentences about the first difference of two traces, and whether there is none."""
+    from ttprun.chaos.trial.compare import aligned, differing_samples, differing_settings, trace_differences
+
+    other, by = aligned(first, second)
+    lines = [f"step 0 of the second run has the weights of step {by} of the first: compared from there"] if by else []
+    ranks, step = min(first.steps), max(first.steps[min(first.steps)])
+    if len(first.steps) != len(other.steps):
+        at = differing_samples(first, other)
+        lines.append(
+            f"{len(other.steps)} ranks instead of {len(first.steps)}: their losses and gradients cannot be equal, and "
+            "only what the ranks have together is compared"
+        )
+        lines.append(f"step {at}: other samples in the batches" if at is not None else "the same samples in each step")
+        return lines + differing_settings(first, other, ranks, step), at is None
+    differences = trace_differences(first, other)
+    if not differences:
+        common = len(first.steps[ranks].keys() & other.steps.get(ranks, {}).keys())
+        lines.append(f"no difference in {common} steps of {len(first.steps)} ranks" if common else "no step in common")
+        return lines + [f"without effect: {text}" for text in differing_settings(first, other, ranks, step)], common > 0
+    step, link = differences[0].step, differences[0].link
+    same = [each for each in differences if (each.step, each.link) == (step, link)]
+    is_in_all = len(same) == len(first.steps)
+    which = "" if is_in_all else f", rank{'s'[: len(same) > 1]} {', '.join(str(each.rank) for each in same)}"
+    return [*lines, f"step {step}{which}: {same[0].why}"], False
 
 
 def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool, names_hashes: bool = False) -> int:

@@ -47,7 +47,7 @@ from ttprun.early_signals import StoppedEarly
 from ttprun.errors import Complaints, ConfigError, one_line
 from ttprun.observe import console
 from ttprun.observe.events import timestamp
-from ttprun.observe.run_directory import BASE, RunDirectory, node_name
+from ttprun.observe.run_directory import BASE, RunDirectory, begin_trace, node_name
 from ttprun.observe.status import RunStatus, read_status, write_status
 from ttprun.state.store import CheckpointStore
 from ttprun.web import otel
@@ -102,6 +102,8 @@ def run(words: Sequence[str]) -> int:
     directory = RunDirectory.create(name, config.run_dir)
     save_dir = str(CheckpointStore(config.save_dir or directory.path / "checkpoints").save_dir)
     config = config.model_copy(update={"run_dir": str(directory.path), "save_dir": save_dir})
+    if config.trace is not None:
+        config = config.model_copy(update={"trace": begin_trace(config.trace, invocation.is_place_named)})
     try:
         launch_config, entrypoint, arguments = launch_arguments(torchrun, directory)
         check_launch(launch_config, config)

@@ -22,7 +22,7 @@ import torch
 from ttprun.groups.journal import Journal
 from ttprun.groups.operations import Entry
 from ttprun.groups.results import Results
-from ttprun.introspect import futures
+from ttprun.introspect import safe_reads
 from ttprun.introspect.current_rank import Rank, current
 from ttprun.protocol import from_rank
 
@@ -73,7 +73,7 @@ class Save:
         if error is None:
             self.shown.set_result(done.result())
         elif self.is_given_up:
-            self._session.channel.send(from_rank.Note(futures.given_up(self._where)))
+            self._session.channel.send(from_rank.Note(safe_reads.given_up(self._where)))
             self.shown.set_result(None)
         else:
             self.shown.set_exception(error)
@@ -91,9 +91,9 @@ def wrap_execute_save(original: Any) -> Any:
         if session is None or session.world_size == 1:
             return original(self, *args, **kwargs)
         if not session.mode.is_live:
-            return futures.done(where)
+            return safe_reads.done_future(where)
         save = Save(session, where, getattr(self, "_executor", None))
-        futures.know(save.shown, where)
+        safe_reads.know_future(save.shown, where)
         _open.append(save)
         try:
             original(self, *args, **kwargs).add_done_callback(save.end)

@@ -13,8 +13,10 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeGuard, TypeVar, overload
 
 T = TypeVar("T")
@@ -174,3 +176,42 @@ def _unwarned(items: Any) -> contextlib.AbstractContextManager[Any]:
     if _WARNS and type(items).__module__ == "itertools":
         return warnings.catch_warnings(action="ignore", category=DeprecationWarning)
     return contextlib.nullcontext()
+
+
+# Futures that the script was given in place of what a thread does: a replacement has one that is done.
+
+# By id: a future of the script's would notice that it is hashed. -> (the future, weakly, for what it stands)
+_futures: dict[int, tuple[weakref.ref[Future[Any]], str]] = {}
+
+
+def know_future(future: Future[Any], what: str) -> None:
+    """The script gets this future.
+
+    what   it stands for; of a save the place to which it is written
+    """
+    key = id(future)
+    _futures[key] = weakref.ref(future, lambda _: _futures.pop(key, None)), what
+
+
+def what_of_future(future: Any) -> str | None:
+    """What one of these futures stands for; None for any other."""
+    reference, what = _futures.get(id(future), (None, None))
+    return what if reference is not None and reference() is future else None
+
+
+def done_future(what: str) -> Future[Any]:
+    """One whose work is done, without a result."""
+    future: Future[Any] = Future()
+    future.set_result(None)
+    know_future(future, what)
+    return future
+
+
+def given_up(where: str) -> str:
+    """A save whose thread could not end."""
+    return f"the checkpoint that dcp.async_save was writing ({where}) is given up: the ranks had to connect again"
+
+
+def forget_futures() -> None:
+    """The run of the script is over."""
+    _futures.clear()

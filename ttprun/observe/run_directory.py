@@ -12,8 +12,9 @@ import socket
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -296,3 +297,98 @@ def read_stacks(path: Path) -> StackReport:
         return TypeAdapter(StackReport).validate_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} holds no stacks: {error}") from error
+
+
+# A trace: what --trace leaves, a line of digests for each step of each rank (chaos/step_digests.py).
+
+
+TRACE_HEAD = "ttprun-trace 1"
+_MADE_BY = "name a file that '--trace FILE' has written, or a run that was started with it"
+Links = dict[str, str]
+
+
+@dataclass
+class Trace:
+    """What a run has left.
+
+    steps     rank -> step -> letter -> digest; "n": batches/losses, "v": the newest loss, "G": parts of the gradient
+    settings  rank -> (step, what was set from then on), in order
+    """
+
+    steps: dict[int, dict[int, Links]] = field(default_factory=dict)
+    settings: dict[int, list[tuple[int, dict[str, Any]]]] = field(default_factory=dict)
+
+    def settings_at(self, rank: int, step: int) -> dict[str, Any]:
+        """All that is set in a step."""
+        rows = [new for since, new in self.settings.get(rank, []) if since <= step]
+        return {name: value for new in rows for name, value in new.items()}
+
+    def add(self, line: str) -> None:
+        """Take one line; of a step that is taken again, as after a fault, it replaces the former and all later ones.
+
+        Raises ValueError, IndexError if it is none.
+        """
+        words = line.split(" ")
+        is_setting = words[0] == "@"
+        rank, step, word = int(words[is_setting]), int(words[1 + is_setting]), words[2]
+        if is_setting:
+            rows = [row for row in self.settings.get(rank, []) if row[0] <= step and step]
+            self.settings[rank] = [*rows, (step, dict(json.loads(line.split(" ", 3)[3])))]
+            return
+        links = {each[0]: each[1:] for each in words[3:]} | ({"n": word} if "/" in word else {})
+        for letter, same in (("w", "p"), ("c", "g")):
+            if same in links:
+                links.setdefault(letter, links[same])
+        taken = self.steps.setdefault(rank, {})
+        while taken and next(reversed(taken)) >= step:
+            taken.popitem()
+        taken[step] = links
+
+    def later(self, by: int) -> Trace:
+        """The same with other numbers of steps."""
+        steps = {rank: {step + by: links for step, links in taken.items()} for rank, taken in self.steps.items()}
+        return Trace(steps, {rank: [(at + by, new) for at, new in rows] for rank, rows in self.settings.items()})
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace, as far as it was written: a killed run may have left a part of a last line.
+
+    path   of the file, or of the directory of a run that has made one
+
+    Raises ConfigError if it is none.
+    """
+    try:
+        if path.is_dir():
+            named = re.search(r"^trace: *(\S.*)$", (path / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+            path = Path(named[1].strip("\"'")) if named and named[1] != "null" else path
+        head, *lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"no trace can be read from '{path}': {why}", _MADE_BY) from None
+    if head != TRACE_HEAD:
+        if head.startswith(TRACE_HEAD.split(" ")[0]):
+            raise ConfigError(f"the trace '{path}' is of another version of ttprun ({head[:40]})", "make it again")
+        raise ConfigError(f"'{path}' is not a trace", _MADE_BY)
+    trace = Trace()
+    for number, line in enumerate(lines[:-1], 2):
+        try:
+            trace.add(line)
+        except (ValueError, IndexError):
+            raise ConfigError(f"'{path}', line {number}: this is not a line of a trace", "make it again") from None
+    if not trace.steps:
+        raise ConfigError(f"the trace '{path}' holds no step", "let the run take an optimizer step")
+    return trace
+
+
+def begin_trace(name: str, may_resume: bool) -> str:
+    """Make the file of --trace; returns its full path. Raises ConfigError.
+
+    may_resume   the same command may have begun it: its steps are added to it then
+    """
+    path = Path(name).absolute()
+    try:
+        if not (may_resume and path.is_file() and path.read_bytes().startswith(TRACE_HEAD.encode())):
+            path.write_text(TRACE_HEAD + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--trace: '{name}' cannot be written ({error.strerror})", "name another file") from None
+    return str(path)

@@ -37,6 +37,7 @@ class Options(Message, frozen=True):
     may_rerun             the script may be run again in the same process
     is_strict             a variable that could not be restored refuses a replay, also without a contradiction
     prints_traceback      stderr goes to a file of the rank's own
+    trace                 file to which it adds digests of each step; "": it leaves none
     """
 
     allow_faults: bool
@@ -63,6 +64,7 @@ class Options(Message, frozen=True):
     mindio: bool
     is_strict: bool
     prints_traceback: bool
+    trace: str = ""
 
 
 class InjectedFault(Message, frozen=True):

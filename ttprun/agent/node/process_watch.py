@@ -97,6 +97,7 @@ class ProcessWatch:
             mindio=config.mindio,
             is_strict=config.proof == "strict",
             prints_traceback=bool(handler.start["stderr"]),
+            trace=config.trace or "",
         )
         fds, environment = [node.board_fd, slot.record_fd, slot.stack_fd], {}
         if node.peers.address:

@@ -16,7 +16,7 @@ from ttprun.capture.values.large import fingerprint
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import FIXED, LEFT, Snapshot, room_to_walk
 from ttprun.capture.values.trees import Tree
-from ttprun.introspect import futures
+from ttprun.introspect.safe_reads import forget_futures
 
 __all__ = [
     "FIXED", "MARK_OF_REFUSED", "CannotRestoreError", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
@@ -47,4 +47,4 @@ def forget() -> None:
     gaps.forget()
     LEFT.clear()
     gaps.taken_ms.clear()
-    futures.forget()
+    forget_futures()

@@ -40,9 +40,9 @@ from ttprun.capture.values.plain import decode
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.capture.values.trees import walk
-from ttprun.introspect import current_rank, futures
+from ttprun.introspect import current_rank
 from ttprun.introspect.ownership import is_script_code
-from ttprun.introspect.safe_reads import attributes_of, is_a, plain_of
+from ttprun.introspect.safe_reads import attributes_of, done_future, given_up, is_a, plain_of, what_of_future
 from ttprun.protocol.reason import pointer
 
 EFFECTS = {
@@ -149,7 +149,7 @@ def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Work that another thread or process was given: compared with what it gives, once that is known."""
-    if (where := futures.what_of(value)) is not None:
+    if (where := what_of_future(value)) is not None:
         return SaveNode(where, value.done())
     attributes = attributes_of(value)
     if attributes["_state"] not in _DONE:
@@ -240,8 +240,8 @@ def restore_save(restore: Restore, live: Any, node: SaveNode, name: str) -> Any:
     """A future that is done."""
     session = current_rank.current()
     if session is not None and restore.is_comparing and not node.is_done:
-        session.mode.note_not_proved(futures.given_up(node.where) + pointer("save-given-up"))
-    return live if futures.what_of(live) == node.where and live.done() else futures.done(node.where)
+        session.mode.note_not_proved(given_up(node.where) + pointer("save-given-up"))
+    return live if what_of_future(live) == node.where and live.done() else done_future(node.where)
 
 
 _ABSTRACT = (io.IOBase, io.RawIOBase, io.BufferedIOBase, io.TextIOBase)

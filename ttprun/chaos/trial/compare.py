@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ttprun.chaos.trial.twins import Twin
+from ttprun.observe.run_directory import Trace
 
 WITHOUT_LOSS = ("reconnect", "rerun", "replace")
 _CHUNK_BYTES = 1 << 20
@@ -338,3 +339,118 @@ def _compare_what_is_left(trial: Trial, other: Trial, kinds: Kinds = TWINS) -> l
         for output in compared
         if not output.is_identical
     ]
+
+
+# Traces (chaos/step_digests.py): the first link of the chain of digests at which two runs differ, and of which kind.
+
+
+# Letter of a link -> what follows if it is the first that differs; in the order in which the links come to be.
+LINKS = {
+    "p": "same gradients, other weights or optimizer state after step {before}: the optimizer's kernel or device",
+    "o": "other random numbers than before: something draws more or fewer of them after the loss of step {before}",
+    "n": "{here} batches/losses instead of {there}: {counted}",
+    "x": "other samples in the batch: {samples}",
+    "b": "another batch{same}: the data, its augmentation, or the workers that load it",
+    "q": "same batch, other random numbers when it is used: an evaluation with dropout, or augmentation, draws them",
+    "w": "same weights after step {before}, other ones now: something else than the optimizer has changed them",
+    "l": "same batch, random numbers and weights, another loss ({loss}): kernel, device, or the model itself",
+    "i": "same loss, other gradient{parts} before ranks reduce it: kernel or device",
+    "g": "same loss, other gradient{parts} after the backward pass: kernel or device, or their reduction",
+    "c": "same gradients after the backward pass, other ones when the optimizer takes them: clipping or scaling",
+    "h": "same gradients, other settings of the optimizer: learning rate, weight decay or the like",
+}
+_AT_FIRST = {
+    "p": "other weights from the start: the seed by which they are made, or another checkpoint",
+    "o": "other random numbers from the start: the seed",
+    "w": "other weights from the start: the seed by which they are made, or another checkpoint",
+}
+
+
+@dataclass(frozen=True, order=True)
+class LinkDifference:
+    """Where the chain of a rank is another one for the first time.
+
+    link   its place in LINKS
+    why    what differs, and what it may come from
+    """
+
+    step: int
+    link: int
+    rank: int
+    why: str = field(default="", compare=False)
+
+
+def aligned(first: Trace, other: Trace) -> tuple[Trace, int]:
+    """The second trace with the first one's numbers of steps, and by how many they are higher now.
+
+    A script that resumes by itself counts from 0: its first step has the weights of a later one of the other run.
+    """
+    rank = min(first.steps.keys() & other.steps.keys(), default=None)
+    if rank is None:
+        return other, 0
+    (here, begins), (there, expected) = (next(iter(trace.steps[rank].items())) for trace in (other, first))
+    if here == there and begins.get("w") != expected.get("w"):
+        at = next((step for step, links in first.steps[rank].items() if links.get("w") == begins.get("w")), here)
+        return (other.later(at - here), at - here) if "w" in begins else (other, 0)
+    return other, 0
+
+
+def trace_differences(first: Trace, other: Trace) -> list[LinkDifference]:
+    """The first link of each rank that is another one in `other`, the earliest first."""
+    differences = []
+    for rank in first.steps.keys() & other.steps.keys():
+        expected, got = first.steps[rank], other.steps[rank]
+        start = max(next(iter(expected)), next(iter(got)))
+        for step in sorted(expected.keys() & got.keys()):
+            here, there = got[step], expected[step]
+            letter = next((each for each in LINKS if each in here and each in there and here[each] != there[each]), "")
+            if letter:
+                why = _why(letter, first, other, rank, step, step == start)
+                differences.append(LinkDifference(step, [*LINKS].index(letter), rank, why))
+                break
+    return sorted(differences)
+
+
+def _why(letter: str, first: Trace, other: Trace, rank: int, step: int, is_start: bool) -> str:
+    """What has led to another link, as far as the traces show."""
+    here, there = other.steps[rank][step], first.steps[rank][step]
+    following = first.steps[rank].get(step + 1, {})
+    samples = "the sampler: its kind, its seed or its epoch"
+    if here.get("x") == following.get("x"):
+        samples = f"those of step {step + 1}: a batch was left out"
+    elif is_start and step:
+        samples = "the order of the data after a resume"
+    losses = [each.get("n", "/").rpartition("/")[2] for each in (here, there)]
+    counted = "a batch was skipped, or an evaluation has another length" if losses[0] == losses[1] else "accumulation"
+    names = first.settings_at(rank, step).get("parameters", [])
+    parts = [there.get("G", "")[at : at + 4] != here.get("G", "")[at : at + 4] for at in range(0, 4 * len(names), 4)]
+    differing = [name for name, differs in zip(names, parts, strict=True) if differs]
+    text = (_AT_FIRST if is_start and letter in _AT_FIRST else LINKS)[letter].format(
+        before=step - 1,
+        here=here.get(letter),
+        there=there.get(letter),
+        counted=counted,
+        samples=samples,
+        same=" of the same samples" if "x" in here else "",
+        loss=f"{here.get('v')} instead of {there.get('v')}",
+        parts=f" of {', '.join(differing)}" if differing else "",
+    )
+    settings = differing_settings(first, other, rank, step)
+    return "; ".join([text, *settings])
+
+
+def differing_settings(first: Trace, other: Trace, rank: int, step: int) -> list[str]:
+    """What was set otherwise in a step, "threads of torch: 4 instead of 1"."""
+    there, here = first.settings_at(rank, step), other.settings_at(rank, step)
+    both = [name for name in there if name in here and name != "parameters" and there[name] != here[name]]
+    return [f"{name}: {here[name]} instead of {there[name]}" for name in both]
+
+
+def differing_samples(first: Trace, other: Trace) -> int | None:
+    """Of traces of different numbers of ranks: the first step in which all ranks together train on other samples."""
+
+    def together(trace: Trace, step: int) -> int:
+        return sum(int(taken.get(step, {}).get("u", "0"), 16) for taken in trace.steps.values()) % (1 << 32)
+
+    both = sorted({*first.steps[min(first.steps)]} & {*other.steps[min(other.steps)]})
+    return next((step for step in both if together(first, step) != together(other, step)), None)

@@ -17,7 +17,7 @@ from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import made_inside
 from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.recorder import Recorder
-from ttprun.chaos import strikes
+from ttprun.chaos import step_digests, strikes
 from ttprun.elastic_resume.adapted import Adapted, log_of
 from ttprun.groups import script_calls
 from ttprun.groups.connection import Exchange
@@ -70,6 +70,8 @@ def install(presence: Presence) -> None:
     if options.allow_faults:
         stages.listener = strikes.observer_for(presence.welcome.rank) or strikes
         strikes.begin(presence.welcome.faults, presence.channel)
+    if options.trace:
+        stages.listener = step_digests.trace(options.trace, presence.welcome.rank, stages.listener)
 
 
 def begin_run(presence: Presence, is_replacement: bool) -> None:
@@ -101,6 +103,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             recovery_orders.expect(session, order)
             recovery_orders.note_agreed(session, order)  # before it issues anything
             Proof.begin(session, boundary)
+    step_digests.begin_run()
     listen(presence, session, Recovery(session))
 
 
