@@ -23,6 +23,7 @@ MENTION = re.compile(r"(?<!\[)`ttprun guide ([a-z-]+)`")
 NAV = {
     "Use": [
         "check",
+        "compare",
         "migrate",
         "frameworks",
         "operating",
