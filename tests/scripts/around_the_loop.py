@@ -26,7 +26,7 @@ def arguments(**defaults):
 def finish(weights, out, saved, says=""):
     """Print a digest of this rank's weights; rank 0 saves what final.pt is to hold; leave the group."""
     rank = dist.get_rank()
-    values = b"".join(one.detach().contiguous().numpy().tobytes() for one in weights)
+    values = b"".join(one.detach().cpu().contiguous().numpy().tobytes() for one in weights)
     print(f"{says or f'[rank {rank}] sha256 model'} {hashlib.sha256(values).hexdigest()}", flush=True)
     if rank == 0:
         os.makedirs(out, exist_ok=True)

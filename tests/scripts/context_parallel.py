@@ -2,9 +2,11 @@
 
 The model is the same in all ranks, and its gradients are reduced over all. With `--replicas 2` of 4 ranks there are two
 rings, with other sequences. A step is made of two micro-batches; between them the model is evaluated. (torch's own
-`context_parallel` has no attention for processors: torch 2.13 raises NotImplementedError.)
+`context_parallel` has no attention for processors: torch 2.13 raises NotImplementedError.) With `--backend` of a device
+all is there; with `--coalesce` messages and reductions are started together by torch's `_coalescing_manager`.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group, held = group, torch.stack([k, v])
-        result, total = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf)
+        result, total = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
         for source, held in around(held, group):
             scores = scores_of(q, held[0], source, group)
             logsum = scores.logsumexp(-1)
@@ -62,9 +64,16 @@ def passed_on(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """To the next rank of the ring; returns what the one before has sent."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    if args.coalesce:
+        with dist._coalescing_manager(group, device, async_ops=True) as together:
+            dist.isend(tensor.contiguous(), group=group, group_dst=after)
+            dist.irecv(received, group=group, group_src=before)
+        together.wait()
+        return received
     orders = [
-        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % ranks),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
+        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=after),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=before),
     ]
     for work in dist.batch_isend_irecv(orders):
         work.wait()
@@ -74,7 +83,7 @@ def passed_on(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 def scores_of(q: torch.Tensor, k: torch.Tensor, source: int, group: Any) -> torch.Tensor:
     """Scaled products of this rank's queries with the keys of a part; keys of later tokens count for nothing."""
     scores = q @ k.mT / q.shape[-1] ** 0.5
-    place = torch.arange(q.shape[-2])
+    place = torch.arange(q.shape[-2], device=device)
     later = place[None] + source * len(place) > place[:, None] + dist.get_rank(group) * len(place)
     return scores.masked_fill(later, -1e9)
 
@@ -109,22 +118,27 @@ class Model(nn.Module):
 
 def loss_of(model: Model, start: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """This rank's part of the sequences that begin so. start [n, 1] words, places those of this rank's part."""
-    whole = (start + torch.arange(LENGTH + 1) ** 2) % WORDS
+    whole = (start.to(device) + torch.arange(LENGTH + 1, device=device) ** 2) % WORDS
     return functional.cross_entropy(model(whole[:, places], places).flatten(0, 1), whole[:, places + 1].flatten())
 
 
-args = arguments(steps=20, replicas=1)
+args = arguments(steps=20, replicas=1, backend="gloo", coalesce=False)
 
-dist.init_process_group("gloo")
+device = torch.device("cpu")
+if args.backend != "gloo":
+    torch.use_deterministic_algorithms(True)
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+dist.init_process_group(args.backend)
 rank, world = dist.get_rank(), dist.get_world_size()
 parts = world // args.replicas
 rings = [dist.new_group(range(first, first + parts)) for first in range(0, world, parts)]
 ring, part = divmod(rank, parts)
 
 torch.manual_seed(0)
-model = Model(rings[ring])
+model = Model(rings[ring]).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-places = torch.arange(LENGTH).chunk(parts)[part]
+places = torch.arange(LENGTH, device=device).chunk(parts)[part]
 sequences = torch.Generator().manual_seed(10 + ring)  # all ranks of a ring draw the same
 
 torch.manual_seed(1000 + rank)  # another dropout in each rank
@@ -140,10 +154,15 @@ for step in range(args.steps):
         loss = loss_of(model, torch.randint(WORDS, (4, 1), generator=sequences), places) / 2
         loss.backward()
         total += loss.item()
+    if args.coalesce:
+        with dist._coalescing_manager(None, device):
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
     for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
+        if not args.coalesce:
+            dist.all_reduce(parameter.grad)
         parameter.grad /= world
     optimizer.step()
     print(f"[rank {rank}] step {step} loss {total!r} before {evaluated!r}", flush=True)
 
-finish(model.parameters(), args.out, model.state_dict())
+finish(model.parameters(), args.out, {name: value.cpu() for name, value in model.state_dict().items()})

@@ -1,6 +1,6 @@
 """A pipeline of two stages on an accelerator, times data parallelism, messages by hand. Knows of no launcher.
 
-With `--together` neighbours exchange by batch_isend_irecv; `--device-id` names the device when the group is made.
+With `--together` all messages go by batch_isend_irecv; `--device-id` names the device when the group is made.
 """
 
 import argparse
@@ -37,6 +37,10 @@ def exchange(*messages):
     """Each is (send or receive, tensor)."""
     if args.together:
         works = dist.batch_isend_irecv([dist.P2POp(op, tensor, other) for op, tensor in messages])
+    elif len(messages) == 1:
+        ((op, tensor),) = messages
+        (dist.send if op is dist.isend else dist.recv)(tensor, other)
+        return
     else:
         works = [op(tensor, other) for op, tensor in messages]
     for work in works:
@@ -53,7 +57,7 @@ def first_stage(parts):
             outputs.append(model(parts[number + 1]))
             exchange((dist.isend, outputs[-1].detach()), (dist.irecv, gradient))
         else:
-            dist.recv(gradient, other)
+            exchange((dist.irecv, gradient))
         outputs[number].backward(gradient)
     return 0.0
 
@@ -62,7 +66,7 @@ def last_stage(parts):
     """Returns the loss."""
     total = torch.zeros((), device=device)
     given = torch.empty_like(parts[0])
-    dist.recv(given, other)
+    exchange((dist.irecv, given))
     for number, part in enumerate(parts):
         taken = given.clone().requires_grad_()
         loss = (model(taken) - part.sin()).square().mean()
@@ -71,7 +75,7 @@ def last_stage(parts):
         if number + 1 < len(parts):
             exchange((dist.irecv, given), (dist.isend, taken.grad))
         else:
-            dist.send(taken.grad, other)
+            exchange((dist.isend, taken.grad))
     return total.item()
 
 

@@ -30,12 +30,16 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-args = arguments(steps=12, width=16, pp=2, tp=1, schedule="1F1B", fsdp=False, rich=False, workers=0)
+args = arguments(steps=12, width=16, pp=2, tp=1, schedule="1F1B", fsdp=False, rich=False, workers=0, backend="gloo")
 
-dist.init_process_group("gloo")
+device = torch.device("cpu")
+if args.backend != "gloo":
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+dist.init_process_group(args.backend)
 rank, world = dist.get_rank(), dist.get_world_size()
 shape = (world // (args.pp * args.tp), args.pp, args.tp)
-mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp", "tp"))
+mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "pp", "tp"))
 replicas, place = mesh["dp"].get_group(), mesh["pp"].get_local_rank()
 
 is_v = args.schedule in ("ZBVZeroBubble", "DualPipeV")  # the first rank has the last stage, too
@@ -44,13 +48,13 @@ numbers = [place, 2 * args.pp - 1 - place] if is_v else [place + args.pp * turn 
 stages, models = [], []
 for number in numbers:
     torch.manual_seed(number)
-    model = Block(args.width)
+    model = Block(args.width).to(device)
     if args.tp > 1:
         model = parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if args.fsdp:
         fully_shard(model, mesh=mesh["dp"])
     models.append(model)
-    stages.append(PipelineStage(model, number, args.pp * of_rank, torch.device("cpu"), group=mesh["pp"].get_group()))
+    stages.append(PipelineStage(model, number, args.pp * of_rank, device, group=mesh["pp"].get_group()))
 
 
 def loss_of(output, target):
@@ -91,6 +95,7 @@ optimizer.zero_grad()
 for number, x in enumerate(loader):
     if step == args.steps:
         break
+    x = x.to(device)
     shown.append(run(x, schedule.step))
     if args.rich and number % 2 == 0:
         continue  # accumulate
@@ -110,4 +115,4 @@ for number, x in enumerate(loader):
         dist.barrier()
 
 weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in parameters]
-finish(weights, args.out, [weight.detach().clone() for weight in weights])
+finish(weights, args.out, [weight.detach().cpu().clone() for weight in weights])

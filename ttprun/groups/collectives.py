@@ -1,12 +1,6 @@
 """How a collective is issued: the first time by STAGES, and again in a new generation (`issue_again`).
 
 Each collective of a `ManagedGroup` goes through the stages, in their order. Begin with STAGES.
-
-Sends and receives between two ranks (`issue_message`): after a fault both ends issue their messages since the boundary
-again. What a living rank has received is not sent to it again: it has reported a digest of each such message, and the
-sender, or its replacement, leaves these out. The replacement's are compared with the digests first: if one differs, it
-does not repeat the lost rank. A replacement that receives gets everything again, from the copies in the sender's
-journal.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ from ttprun.groups.work import Delivered, ManagedWork
 from ttprun.introspect import model_tensors, stages
 from ttprun.introspect.current_rank import INPUT, Rank
 from ttprun.introspect.fail_open import NotRepairableError
-from ttprun.introspect.ownership import calls_key, location_key
+from ttprun.introspect.ownership import location_key
 from ttprun.introspect.stages import Stage
 from ttprun.introspect.tensor_bytes import bytes_of, sampled, sampled_later
 from ttprun.protocol.board import OPERATION_NAMES, Phase
@@ -266,7 +260,7 @@ def issue_again(session: Rank, entry: Entry) -> Any:
     if entry.ready is not None:
         accelerator.wait_on(entry.ready)
     if isinstance(entry, Message):
-        return call_or_take(session, entry, entry.args_again())
+        return entry.batch.issue() if entry.batch else call_or_take(session, entry, entry.args_again())
     if session[Journal].is_settled(entry):
         return call_or_take(session, entry, entry.args)
     if entry.is_settled:
@@ -354,14 +348,11 @@ def _empty_like(tensor: torch.Tensor, device: torch.device | None) -> torch.Tens
     return torch.empty_like(tensor, device=device if tensor.is_meta else None)
 
 
-_NUMBERS = {op: OPERATION_NAMES.index(op) for op in ("send", "recv")}
-_MISSED_BY_NONE = 0  # as `Member.meet` counts ranks: a message is between two of them
-
-
 class Message(Entry):
     """A send or a receive.
 
     members   global ranks: sender, receiver
+    batch     with which it is started; None: alone
     """
 
     sends_copy = True
@@ -371,13 +362,14 @@ class Message(Entry):
     _digest = ""
     _received: Any = None  # parts of what has come on a device, and what makes a digest of their copies
 
-    def __init__(self, group: Any, op: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, group: Any, op: str, args: tuple[Any, ...], batch: Any = None) -> None:
         (tensor,), peer, tag = args
+        self.batch = batch
         super().__init__(group, op, args, [tensor] if op == "recv" else [])
         ends = (group.rank(), peer) if op == "send" else (peer, group.rank())
         self.members = [group.ranks[end] for end in ends]
         # NCCL and HCCL have no tags: a pair's messages come in the order in which they are issued.
-        way = f"tag {tag}" if tensor.is_cpu else f"on {tensor.device.type}"
+        way = f"tag {tag}" if tensor.is_cpu else f"on {tensor.device.type}{', in batches' if batch else ''}"
         self.sequence = f"{group.group_name}: {self.members[0]} to {self.members[1]}, {way}"
         self.signature = f"message of {tensor.nbytes} bytes"
         self.device = tensor.device
@@ -427,74 +419,3 @@ class Message(Entry):
         scratch = [tensor.clone() for tensor in self.args[0]]
         scratch = scratch or [torch.empty(self._bytes, dtype=torch.uint8, device=self.device)]
         return (scratch, *self.args[1:])
-
-
-def issue_message(session: Rank, group: Any, op: str, args: tuple[Any, ...]) -> Any:
-    """Write a send or a receive to the journal, and issue it; returns its work.
-
-    op     "send", "recv" or "recv_anysource"
-    args   the backend's: ([tensor], peer's rank in the group, tag), without the peer for "recv_anysource"
-
-    Raises MismatchError if a replacement sends something else than the lost rank, after reporting it to the agent.
-    """
-    journal = session[Journal]
-    tensor = args[0][0]
-    if op == "recv_anysource" or not _may_repair(session, group, tensor.device):
-        return _pass_on(session, group, op, args, tensor)
-    is_skipped = stages.reached_collective(op, args[0] if op == "send" else ())
-    if not is_skipped:
-        session.meet(_NUMBERS[op], _MISSED_BY_NONE)
-    if session.unprotected.text and not (is_skipped or tensor.is_cpu) and session.mode.is_live:
-        return group.links.issue_plainly(op, args)  # as for collectives
-    message = Message(group, op, args)
-    group.messages.add((message.members[0], message.members[1]))
-    if session.framework is not None:
-        return session.framework.issue(message, is_skipped)
-    if message.outputs and tensor.nbytes <= SMALL_RESULT_BYTES and session.is_repairable():
-        message.place = f"{message.sequence} {calls_key()}"
-    if is_skipped or session.mode.is_alone:
-        session.mode.answer(message)
-        message.is_done = True
-        return ManagedWork(journal, message)
-    if session.is_applying:
-        session.note_collective_step()
-    message.number = journal.number_of(message)
-    if session.expected is not None:
-        session.expected.check(message)
-    # What is equal to rounding alone is not sent again to whoever has received it.
-    if op == "send" and not session.observers.note(INPUT, message.sequence, [tensor], op):
-        _compare_with_received(session, message, tensor)
-    group.enter(message, [tensor] if op == "send" else [])
-    stages.reached("collective")
-    return ManagedWork(journal, message)
-
-
-def _may_repair(session: Rank, group: Any, device: torch.device) -> bool:
-    """Whether messages of tensors there are repaired; not while they are captured in a graph of the device."""
-    if device.type == "cpu":
-        return True
-    return session.framework is None and group.is_repaired(device.type) and not accelerator.is_capturing()
-
-
-def _pass_on(session: Rank, group: Any, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:
-    """Leave to the backend what is not repaired."""
-    if session.framework is None:
-        what = f"{op} of tensors on {tensor.device.type}"
-        if tensor.is_cpu:
-            what = "recv without src (which rank sends is not known before: name it)"
-        session.give_up_protection(Reason("messages-not-repaired", f"the script uses {what}, which is not repaired"))
-    if not session.mode.is_live:
-        raise RuntimeError(f"{op} cannot be replayed")
-    return group.links.issue_plainly(op, args)
-
-
-def _compare_with_received(session: Rank, message: Message, tensor: torch.Tensor) -> None:
-    """A replacement repeats what the lost rank has sent: compare it with what has come of that."""
-    digests = session[Journal].received.get(message.sequence, ())
-    if message.number >= len(digests) or digests[message.number] == message.digest_of(tensor):
-        return
-    difference = (
-        f"the replacement sends something else to rank {message.members[1]} than what this has received from the lost "
-        f"rank (number {message.number + 1} of the step)"
-    )
-    session.observers.sends_otherwise(tensor, difference)

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from ttprun import torch_versions
 from ttprun.device import accelerator
 from ttprun.groups.connection import Communicators, ExchangeStore, GroupMember, Link, leak
-from ttprun.groups.operations import POINT_TO_POINT, tensors_in
+from ttprun.groups.operations import BATCH, POINT_TO_POINT, tensors_in
 from ttprun.introspect import fail_open
 
 ABORTED = "the communicator was aborted, as its generation is over"
@@ -172,6 +172,8 @@ class LateLink:
     def issue(self, op: str, args: tuple[Any, ...]) -> LateWork:
         """See `Link.issue`. Blocks as `make_ready` does."""
         self._prepare(op, args)
+        if op == BATCH:
+            return self._late(self._call_together(args), op)
         options: Any = args[-1] if args else None
         if getattr(options, "asyncOp", True):
             return self._late(self._call(op, args), op)
@@ -184,7 +186,7 @@ class LateLink:
             options.asyncOp = False  # it may be the script's
 
     def _late(self, work: Any, op: str) -> LateWork:
-        if work is None and op not in POINT_TO_POINT:
+        if work is None and op not in POINT_TO_POINT and op != BATCH:
             self.why_not = self.why_not or f"{_NOT_ENDED} (its backend returns no work for an asynchronous {op})"
         if self.needs_stop and work is not None:
             self._running = [*(one for one in self._running if not one.is_completed()), work]
@@ -203,7 +205,20 @@ class LateLink:
             self._prepare(op, args)
         except Exception as error:
             fail_open.raise_if_meant(error)
-        return self._call(op, args)
+        return self._call_together(args) if op == BATCH else self._call(op, args)
+
+    def _call_together(self, args: tuple[Any, ...]) -> Any:
+        """Start messages together; returns their work."""
+        device = self.device_of(args)
+        self.begin_batch(device)
+        try:
+            for op, message in args[0]:
+                self._call(op, message)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.end_batch(device)
+            raise
+        return self.end_batch(device)
 
     def _prepare(self, op: str, args: tuple[Any, ...]) -> None:
         if not self.is_aborted and not self._is_batching:

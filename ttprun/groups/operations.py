@@ -66,6 +66,7 @@ POINT_TO_POINT: dict[str, tuple[int | None, int | None]] = {
     "recv": (None, 0),
     "recv_anysource": (None, 0),
 }
+BATCH = "batch"  # of messages that are started together: (list of (operation, its arguments),)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

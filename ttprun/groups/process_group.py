@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -70,6 +70,7 @@ class ManagedGroup(SeenByTorch):
     buckets        inputs that need no copy, of DistributedDataParallel
     gathers        the same, of FSDP2
     threads        whose its operations are
+    batch          of operations that the script is starting together
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ManagedGroup(SeenByTorch):
         self.is_made = False
         self.buckets = Buckets(self)
         self.gathers = Gathers()
-        self._batch_on: Any = None  # the link on which operations are being started together
+        self.batch: Any = None
         self._description, self._exchanges = "", False
         self.threads = thread_collectives.ThreadsOfGroup()
         self.messages: set[tuple[int, int]] = set()
@@ -182,33 +183,30 @@ class ManagedGroup(SeenByTorch):
         self.issue("barrier", (options,)).wait()
 
     def can_batch(self, device: torch.device) -> bool:
-        """Whether the device's backend can start several operations together."""
-        link = self.links.of(device.type)
-        return link is not None and link.is_late and bool(getattr(link.backend, "supports_coalescing", False))
+        """Whether the device's backend can start several operations together.
+
+        Asked before it is connected, too: in a recovery, and in a replay.
+        """
+        link, name = self.links.of(device.type), self.backends.get(device.type)
+        if link is None:
+            return name is not None and TRANSPORTS[name].is_late
+        return link.is_late and bool(getattr(link.backend, "supports_coalescing", False))
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """The script's operations up to `_end_coalescing` are to be started together, which is not repaired."""
+        """The script's operations up to `_end_coalescing` are to be started together."""
         if not self.can_batch(device):
             raise RuntimeError(f"backend {self.backend_name!r} does not start operations of {device.type} together")
-        self.session.give_up_protection(
-            Reason(
-                "messages-not-repaired",
-                f"the script starts operations on {device.type} together (batch_isend_irecv, or a coalescing manager), "
-                "which is not repaired",
-            )
-        )
-        self._batch_on = self.links.of(device.type)
-        self._batch_on.begin_batch(device)
+        self.batch = torch_calls.Coalesced(self, device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
         """Start them; returns the work of all."""
-        link, self._batch_on = self._batch_on, None
-        return link.end_batch(device)
+        batch, self.batch = self.batch, None
+        return batch.end()
 
     def issue(self, op: str, args: tuple[Any, ...]) -> Any:
         """Write a collective to the journal and issue it; every collective comes here. What is done: STAGES."""
-        if self._batch_on is not None:
-            return self.links.issue_plainly(op, args)
+        if self.batch is not None and not self.batch.is_issuing:
+            return self.batch.issue(op, args)
         session = self.session
         costs = session.costs
         since = costs.now() if costs.is_on else 0
@@ -256,6 +254,42 @@ class ManagedGroup(SeenByTorch):
         if is_late:
             self.links.check_repairable()
         return is_kept
+
+    @waits_for_recovery
+    def enter_together(self, messages: Sequence[Entry], begin: Callable[[], Any]) -> None:
+        """As `enter`, of messages on a device that are started together.
+
+        begin   starts them; returns the work of all
+        """
+        session = self.session
+        journal, args = session.parts[Journal], ([tensors_in(messages[0].args)[0]],)
+        while True:
+            self.links.make_ready(args)
+            with journal.lock:
+                if not (journal.is_frozen or self.links.is_ready(args)):
+                    continue
+                is_kept = session.is_repairable() and all(
+                    self._keep(message, [] if message.outputs else message.args[0]) for message in messages
+                )
+                if journal.is_frozen or self.links.needs_stop or not journal.has_own():
+                    ready = accelerator.mark()
+                    for message in messages:
+                        message.ready = ready
+                if is_kept or journal.is_frozen:
+                    journal.entries += messages
+                    for message in messages:
+                        journal.note_order(message)
+                if not journal.is_frozen:
+                    inner = begin()
+                    for message in messages:
+                        message.inner = inner
+                elif journal.is_ended:
+                    raise EndedError
+                if is_kept:
+                    for message in messages:
+                        message.send_copy()
+                break
+        self.links.check_repairable()
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Copy or note the inputs; if the journal's limit is reached, protection ends: False.

@@ -403,10 +403,13 @@ def wrap_batch_isend_irecv(original: Any) -> Any:
         if not group.can_batch(device):
             return original(p2p_op_list)
         c10d._check_p2p_op_list(p2p_op_list)
-        with c10d._coalescing_manager(group, device, async_ops=True) as manager:
-            for message in p2p_op_list:
-                call = group.send if message.op is dist.isend else group.recv
-                call([message.tensor], message.group_peer, message.tag)
-        return manager.works
+        orders = [
+            ("send" if one.op is dist.isend else "recv", ([one.tensor], one.group_peer, one.tag)) for one in p2p_op_list
+        ]
+        return [
+            fail_open.run(
+                "batch_isend_irecv", torch_calls.issue_batch, torch_calls.issue_batch_plainly, (group, orders), {}
+            )
+        ]
 
     return batch_isend_irecv
