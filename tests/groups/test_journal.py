@@ -157,8 +157,7 @@ def test_the_limit_follows_a_device_only_where_operations_are_on_one(
     monkeypatch: pytest.MonkeyPatch, is_on_device: bool
 ) -> None:
     """A script that computes on a GPU may gather on the CPU: what it leaves free there says nothing of the host."""
-    memory = SimpleNamespace(free_bytes=64 << 20)
-    monkeypatch.setattr(journal_module.interface, "current", lambda: SimpleNamespace(memory=lambda: memory))
+    monkeypatch.setattr(journal_module.accelerator, "unclaimed_bytes", lambda: 64 << 20)
     journal = Journal(4 << 20)
     journal.follows_device = is_on_device
 

@@ -63,6 +63,26 @@ def test_results_of_reductions_are_kept_in_memory_that_the_device_knows_once_it_
     assert torch.npu.registered() == 0
 
 
+def test_a_digest_of_a_large_tensor_takes_little_of_the_device() -> None:
+    tensor = torch.ones(8 << 20, dtype=torch.int32, device="npu")
+    folded(tensor[: 1 << 20])
+    torch.npu.empty_cache()
+    torch.npu.reset_peak_memory_stats()
+    before = torch.npu.memory_allocated()
+
+    folded(tensor)
+
+    assert torch.npu.max_memory_allocated() - before <= 8 << 20
+
+
+def test_what_was_held_at_once_and_given_back_is_not_taken_for_free() -> None:
+    held = torch.empty(16 << 20, dtype=torch.uint8, device="npu")
+    del held
+    torch.npu.empty_cache()
+
+    assert torch.npu.mem_get_info()[0] - accelerator.unclaimed_bytes() >= 16 << 20
+
+
 def test_our_own_stream_waits_for_an_event_alone_and_what_it_was_given_is_done_when_it_is_finished() -> None:
     small, event = torch.ones(3, device="npu"), torch.npu.Event()
     torch.npu.synchronize()

@@ -158,6 +158,19 @@ def is_capturing() -> bool:
     return ask is not None and bool(ask())
 
 
+def unclaimed_bytes() -> int:
+    """Bytes that are free on this thread's device, less what this process has held at once there and given back since.
+
+    0 if no device is in use. An allocator that was short of memory keeps nothing of what the script takes each step.
+    """
+    device = in_use()
+    if device is None:
+        return 0
+    module = device[1]
+    free, _ = module.mem_get_info()
+    return max(0, int(free) - max(0, int(module.max_memory_allocated()) - int(module.memory_reserved())))
+
+
 def mps_control() -> str:
     """Where CUDA's Multi-Process Service takes orders for this process's GPUs; "" if none runs."""
     pipe = os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ttprun.device import interface
+from ttprun.device import accelerator
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
 from ttprun.groups.operations import JOURNAL_FULL, NOTHING, OF_ALL_MEMBERS, Entry, Input
 from ttprun.introspect import fail_open
@@ -182,8 +182,8 @@ class Journal:
     def _follow_device(self, held_bytes: int = 0) -> None:
         """Set the limit by what is free on the device now; at a commit `held_bytes` of it are the journal's."""
         if self.follows_device:
-            free = interface.current().memory().free_bytes
-            self._limit_bytes = held_bytes + free // (_PART if self._steps >= _LEARNING_STEPS else _PART_AT_FIRST)
+            part = _PART if self._steps >= _LEARNING_STEPS else _PART_AT_FIRST
+            self._limit_bytes = held_bytes + accelerator.unclaimed_bytes() // part
 
     def reserve(self, entry: Entry, size_bytes: int) -> bool:
         """Count what an entry keeps alive from now on; False if the journal's limit is reached."""

@@ -125,7 +125,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 FOLDED_FROM = _TOGETHER_TO  # bytes
 _ROW = 8192  # words
-_BLOCK = 512 * _ROW  # words that are multiplied at once: 32 MiB, twice
+_BLOCK = 64 * _ROW  # words that are multiplied at once: 4 MiB of products, as a script may leave little free
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; of longer ones their halves, and so on
 
 
@@ -156,9 +156,9 @@ def folded(tensor: torch.Tensor) -> torch.Tensor:
         block = words[start : start + _BLOCK]
         rest = block.numel() % _ROW
         if whole := block.numel() - rest:
-            sums.append((block[:whole].view(-1, _ROW).to(torch.int64) * factors).sum(1))
+            sums.append((block[:whole].view(-1, _ROW) * factors).sum(1))  # in int64, as the factors are
         if rest:
-            sums.append((block[whole:].to(torch.int64) * factors[:rest]).sum().view(1))
+            sums.append((block[whole:] * factors[:rest]).sum().view(1))
     return torch.cat(sums) if sums else words.to(torch.int64)
 
 
