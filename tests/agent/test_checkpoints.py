@@ -32,7 +32,7 @@ class FakeNode:
     """What Checkpoints needs of a node: ranks, to which messages are sent, and a clear end."""
 
     def __init__(self, persist_timeout_s: float, ranks: int = 1) -> None:
-        self.config = SimpleNamespace(run_id="r1", persist_timeout_s=persist_timeout_s)
+        self.config = SimpleNamespace(run_id="r1", run_dir="", persist_timeout_s=persist_timeout_s)
         self.sent: list[Any] = []  # to ranks
         self.ordered: list[Any] = []  # of other nodes
         self.slots = [SimpleNamespace(rank=rank, send=self.sent.append) for rank in range(ranks)]

@@ -1,6 +1,6 @@
 """What a running job's agent is asked for, by the control socket in the run's directory.
 
-`ttprun stacks`, `recall` and `inject-fault`. Begin with `ask`. Without torch.
+`ttprun stacks`, `recall`, `move`, `drain` and `inject-fault`. Begin with `ask`. Without torch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,21 @@ from ttprun.cli.run_reports import load
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import read_config_file, resolve
 from ttprun.errors import ConfigError, in_short
+from ttprun.observe.console import ProgressLine
 from ttprun.observe.run_directory import RunDirectory, StackReport, groups_of, read_stacks
-from ttprun.observe.status import RunStatus, read_status
+from ttprun.observe.status import IncidentStatus, RunStatus, read_status
 from ttprun.protocol.codec import Refused, decode
-from ttprun.protocol.control_requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, TakeStacks
+from ttprun.protocol.control_requests import (
+    Accepted,
+    DrainNode,
+    InjectFault,
+    MoveRanks,
+    Recall,
+    Rejected,
+    Reply,
+    Request,
+    TakeStacks,
+)
 
 ANSWER_LIMIT_S = 10.0
 _REPLIES = {kind.__name__: kind for kind in get_args(Reply)}
@@ -162,6 +173,73 @@ def recall(
     described = {"run": str(directory.path), "ok": True, "message": answer.message}
     print(json.dumps(described) if as_json else answer.message)
     return 0
+
+
+# `ttprun move` and `ttprun drain`: healthy ranks give their places to new processes.
+
+
+_Run = Annotated[str | None, typer.Option(help="Run id or run directory; default: the newest run here.")]
+_Anyway = Annotated[bool, typer.Option("--anyway", help="Also if not all that a rank holds is known to come back.")]
+
+
+def move(
+    rank: Annotated[list[int], typer.Argument(help="Global rank; several are moved at once.")],
+    run: _Run = None,
+    anyway: _Anyway = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
+) -> int:
+    """Give a healthy rank a new process, and wait until it trains: a standby takes its step again from its record.
+
+    For a rank that is slower than the others, or has a process or a device that you do not trust. The others wait as
+    long as for the repair of a lost rank; no step is lost.
+
+    Exit code: 0 the new process trains, 1 the job had to go another way, 2 refused: the rank trains on as it is.
+    """
+    return _change(MoveRanks(tuple(sorted({*rank}))), run, anyway, as_json, f"moving rank {', '.join(map(str, rank))}")
+
+
+def drain(
+    node: Annotated[int, typer.Argument(help="Number of the node, as in 'ttprun status'.")],
+    run: _Run = None,
+    anyway: _Anyway = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
+) -> int:
+    """Let a node that waits take the place of one that trains, for maintenance; ask on the node whose agent leads.
+
+    The ranks of the node are ended and start on the other node from their copied records; its launcher ends. It may
+    come back as a spare. The node that leads cannot be drained: end its launcher, and another one leads.
+
+    Exit code: 0 the other node trains, 1 the job had to go another way, 2 refused: the node trains on as it is.
+    """
+    return _change(DrainNode(node), run, anyway, as_json, f"draining node {node}")
+
+
+def _change(request: MoveRanks | DrainNode, run: str | None, anyway: bool, as_json: bool, what: str) -> int:
+    """Ask, wait for the incident to come to its end, and say how it went."""
+    unproved = load(RunDirectory.find(run)).not_proved
+    if unproved and not anyway:
+        raise ConfigError(f"not begun: {in_short(list(unproved), 2)} would perhaps not come back", "--anyway moves it")
+    directory, answer = ask_running(run, request, "not begun")
+    with ProgressLine(what, 0, lambda: 0):
+        incident = _wait_for_incident(directory, answer.after)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(incident)))
+    else:
+        took = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s ({incident.rung})"
+        print(f"{incident.reason}: {took}, {incident.steps_lost} steps lost")
+    return 0 if (incident.rung, incident.outcome) == ("replace", "recovered") else 1
+
+
+def _wait_for_incident(directory: RunDirectory, after: int) -> IncidentStatus:
+    """The first incident above this number, when it is over. Raises ConfigError if the run ends before."""
+    while True:
+        status = load(directory)
+        over = [one for one in status.incidents if one.id > after and one.outcome != "open"]
+        if over:
+            return over[0]
+        if status.has_ended:
+            raise ConfigError(f"run {status.run_id} has ended meanwhile ({status.reason})", "see 'ttprun status'")
+        time.sleep(_LOOK_AGAIN_S)
 
 
 # `ttprun inject-fault`: break a running job on purpose, to see it recover.

@@ -33,6 +33,8 @@ COMMANDS = {
     "topology": ("ttprun.cli.run_reports", "topology"),
     "inject-fault": ("ttprun.cli.control", "inject_fault"),
     "recall": ("ttprun.cli.control", "recall"),
+    "move": ("ttprun.cli.control", "move"),
+    "drain": ("ttprun.cli.control", "drain"),
     "check": ("ttprun.cli.rehearsals", "check"),
     "drill": ("ttprun.cli.rehearsals", "drill"),
     "diff": ("ttprun.cli.rehearsals", "diff"),
@@ -76,6 +78,8 @@ commands:
   report         a run that is over or still running, as one HTML file or as Markdown
   inject-fault   cause a fault in a run that was started with --allow-faults
   recall         re-admit ranks that left the job (--mindio)
+  move           give a healthy rank a new process, without losing a step
+  drain          let a node that waits take the place of one that trains, for maintenance
   check          try your script before a long job: some steps with ranks killed, compared with an undisturbed run
   demo           a small training of our own, one rank killed, its weights compared with torchrun's
   drill          run a script under a schedule of faults, and compare it with an undisturbed run

@@ -26,14 +26,27 @@ class TakeStacks(Message, frozen=True):
     """Write the Python stacks of this node's ranks to the run's `stacks.json`."""
 
 
-Request = InjectFault | SaveNow | Recall | TakeStacks
+class MoveRanks(Message, frozen=True):
+    """Let new processes take the places of these healthy ranks."""
+
+    ranks: tuple[int, ...]
+
+
+class DrainNode(Message, frozen=True):
+    """Let a node that waits take the place of this one, the node of this number."""
+
+    node: int
+
+
+Request = InjectFault | SaveNow | Recall | TakeStacks | MoveRanks | DrainNode
 
 
 class Accepted(Message, frozen=True):
     """The request is carried out.
 
     message   what is done, for people
-    after     of SaveNow, TakeStacks: number of the checkpoint, or report, before; the requested one has a higher one
+    after     number of the checkpoint (SaveNow), report (TakeStacks) or incident (MoveRanks, DrainNode) before; what
+              was requested has a higher one
     """
 
     message: str = ""

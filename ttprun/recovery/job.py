@@ -246,6 +246,7 @@ class Job:
     is_contradicted      in the open incident a replay has differed from the run: what others come to must be compared
     is_growing           nodes have come, and their ranks have not trained yet
     went_back_to         boundary of the saved state from which this job last resumed; None: none yet
+    leaving              healthy ranks that are replaced once all stand still
     stood_at             boundary at which the survivors quiesced to write their state
     persists_at          boundary at which a checkpoint is being written; None: not writing yet
     ending               what ends the job, or its processes, after its state is written; None: they resume
@@ -277,6 +278,7 @@ class Job:
     is_contradicted: bool = False
     is_growing: bool = False
     went_back_to: int | None = None
+    leaving: tuple[int, ...] = ()
     stood_at: int | None = None
     persists_at: int | None = None
     ending: Ending | None = None

@@ -69,7 +69,7 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     job = replace(job, members=job.members.with_changed(lost).with_each(Member.with_answers_forgotten))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *spawns, deadline_of(job, JobPhase.FREEZING))
-    job = replace(job, rewind_to=None, rewind_place="")
+    job = replace(job, rewind_to=None, rewind_place="", leaving=())
     rung = "replace" if any(not member.is_rerun for member in job.replacements) else "rerun"
     rung = "resize" if job.is_upgrading else rung if job.lost else "reconnect"
     return enter(job, JobPhase.FREEZING, at_s, actions, rung=rung, **UNDONE)

@@ -1,6 +1,6 @@
 """Requests: replace healthy ranks, make the group smaller, or whole again; nodes that join or leave; and saved state.
 
-A planned replacement is one like any other, whose lost ranks are alive until it begins; ranks that come back are
+A planned replacement is one like any other, whose lost ranks are alive until all stand still; ranks that come back are
 replaced like lost ones. As no fault has led to it, it counts for none. Whatever speaks against it leaves the job as it
 is.
 
@@ -104,15 +104,15 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> Reason:
 
 
 def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:
-    """RUNNING: the ranks are lost from now on."""
+    """RUNNING: all quiesce, as for a checkpoint, and `repair.replace_leaving` goes on. Nobody is lost until then.
+
+    Another fault meanwhile is answered in its place.
+    """
     if why_not_replaceable(job, event.ranks):
         return unchanged(job, event)
-    kills = tuple(KillRank(rank, event.sentence) for rank in event.ranks)
-    given_up = (job.members[rank] for rank in event.ranks)
-    job = job.with_members(*(replace(member, pid=None, life=RankState.LOST, is_protected=False) for member in given_up))
     job = open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0).with_incident(ranks=event.ranks)
     job, actions = begin_attempt(job, event.at_s)
-    return job, (*kills, *actions)
+    return replace(job, leaving=event.ranks), actions
 
 
 def why_not_upgradable(job: Job) -> Reason:

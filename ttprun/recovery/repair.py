@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ttprun.protocol.from_rank import RankFrozen, RankRebuilt, RankReissued, RankRepaired, RankReplayed, StateSent
+from ttprun.protocol.process_orders import Action, KillRank, SpawnRank
 from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
@@ -68,6 +69,8 @@ def end_freezing(job: Job, at_s: float) -> Result:
     source = job.source
     if source is None or is_anyone_moving(job):
         return job, ()
+    if job.leaving:
+        return replace_leaving(job, at_s, source.boundary)
     if not job.lost:
         return begin_resuming(job, at_s, source.boundary)
     why_not = why_no_source(job, job.lost, job.quiesced)
@@ -79,6 +82,28 @@ def end_freezing(job: Job, at_s: float) -> Result:
     if job.count("must start"):
         return job, ()
     return begin_resuming(job, at_s, boundary=0, extra_s=job.settings.limits.replay_s)
+
+
+def replace_leaving(job: Job, at_s: float, boundary: int) -> Result:
+    """All stand still: those that are to be replaced are lost from now on, unless they could not be repaired here."""
+    leaving, frozen = job.leaving, [member.frozen for member in job.members if member.frozen is not None]
+    others = tuple(rank for rank in job.quiesced if rank not in leaving)
+    why_not = why_no_source(job, leaving, others)
+    if not boundary:
+        why_not = Reason("no-step-yet", "no step has been taken yet")
+    elif any(answer.is_at_end for answer in frozen):
+        why_not = Reason("ranks-have-finished", "the script has come to its end")
+    job = replace(job, leaving=())
+    if why_not:
+        reason = Reason() if job.incident is None else job.incident.reason
+        job = job.with_incident(rung="reconnect", reason=why_not.within(f"{reason}; not replaced: {why_not}"))
+        return begin_resuming(job, at_s, boundary)
+    actions: list[Action] = []
+    for rank in leaving:
+        actions += [KillRank(rank, job.cause), SpawnRank(rank, job.generation)]
+        lost = replace(job.members[rank].with_answers_forgotten(), pid=None, life=RankState.LOST, is_protected=False)
+        job = job.with_members(replace(lost, spawn_asked_at_s=at_s))
+    return enter(job, JobPhase.REPLAYING, at_s, (*actions, deadline_of(job, JobPhase.REPLAYING)), rung="replace")
 
 
 def is_anyone_moving(job: Job) -> bool:

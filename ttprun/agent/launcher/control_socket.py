@@ -21,6 +21,7 @@ from typing import assert_never, get_args
 from ttprun import recovery
 from ttprun.agent.base.loop import unwatch
 from ttprun.agent.between.agent import Agent
+from ttprun.agent.lead.conduct import Leader
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.agent.lead.writer import CheckpointWriter
@@ -31,7 +32,9 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import Refused, decode_fields, encode
 from ttprun.protocol.control_requests import (
     Accepted,
+    DrainNode,
     InjectFault,
+    MoveRanks,
     Recall,
     Rejected,
     Reply,
@@ -45,6 +48,7 @@ CLIENT_LIMIT_S = 2.0
 MOST_CLIENTS = 16
 _REQUEST_LIMIT_BYTES = 1 << 16
 _BACKLOG = 64
+DRAINED = "drained as requested (ttprun drain)"
 
 
 @dataclass
@@ -152,7 +156,7 @@ class ControlSocket:
 class Requests:
     """Answers requests.
 
-    inject, eyes, repairs   of the present group of ranks; None: there was none yet
+    inject, eyes, repairs, leader   of the present group of ranks; None: there was none yet
     """
 
     node: Agent
@@ -162,6 +166,7 @@ class Requests:
     inject: Callable[[Fault], str] | None = None
     eyes: NodeEyes | None = None
     repairs: Repairs | None = None
+    leader: Leader | None = None
 
     def answer(self, request: Request) -> Reply:
         """The reply to a request. Raises ValueError if it cannot be carried out."""
@@ -174,6 +179,10 @@ class Requests:
                 return self._call_back()
             case TakeStacks():
                 return self._take_stacks()
+            case MoveRanks(ranks=ranks):
+                return self._move(ranks)
+            case DrainNode(node=node):
+                return self._drain(node)
             case _:
                 assert_never(request)
 
@@ -188,24 +197,61 @@ class Requests:
 
     def _checkpoint_now(self) -> Reply:
         """Have a checkpoint written, at a boundary from which a run can resume if one comes soon."""
-        node, job = self.node, self.node.job
-        if node.verdict is not None:
-            why_not = "the run has ended"
-        elif node.peers.is_follower:
-            why_not = f"ask on {node.peers.leaders_name}, whose agent leads"
-        elif node.is_broken:
-            why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
-        elif node.config.mindio:
-            why_not = "the framework writes its own checkpoints (--mindio)"
-        elif job.phase is not recovery.JobPhase.RUNNING:
-            why_not = f"the job is {job.phase}; ask again"
-        else:
-            why_not = str(recovery.why_not_saved(job))
+        node = self.node
+        why_not = self._why_not("the framework writes its own checkpoints") or str(recovery.why_not_saved(node.job))
         if why_not:
             return Rejected(why_not)
         number = 0 if self.checkpoint_writer.status is None else self.checkpoint_writer.status.number
         self.quiesce_schedule.ask(lambda: node.advance(recovery.CheckpointAsked(at_s=time.monotonic())), is_end=False)
         return Accepted(after=number)
+
+    def _why_not(self, of_mindio: str) -> str:
+        """Why nothing can be asked of all ranks here and now; "" if it can.
+
+        of_mindio   who does it with --mindio
+        """
+        node = self.node
+        if node.verdict is not None:
+            return "the run has ended"
+        if node.peers.is_follower:
+            return f"ask on {node.peers.leaders_name}, whose agent leads"
+        if node.is_broken:
+            return "ttprun's supervisor has failed: the job runs as under torchrun"
+        if node.config.mindio:
+            return f"{of_mindio} (--mindio)"
+        return "" if node.job.phase is recovery.JobPhase.RUNNING else f"the job is {node.job.phase}; ask again"
+
+    def _move(self, ranks: tuple[int, ...]) -> Reply:
+        """Have new processes take the places of healthy ranks, which is a repair without a fault."""
+        node = self.node
+        if not {*ranks} <= {*range(len(node.slots))}:
+            raise ValueError(f"there are ranks 0 to {len(node.slots) - 1}")
+        why_not = self._why_not("the scheduler asks for a hot switch")
+        why_not = why_not or str(recovery.why_not_replaceable(node.job, ranks))
+        if why_not:
+            return Rejected(why_not)
+        before = node.job.incident_count
+        node.advance(recovery.ReplacementAsked(at_s=time.monotonic(), ranks=ranks, reason="ttprun move"))
+        return Accepted(after=before)
+
+    def _drain(self, number: int) -> Reply:
+        """Have a node that waits take the place of one that trains: as if that one was lost, but it may say goodbye."""
+        node, peers, leader = self.node, self.node.peers, self.leader
+        if not 0 <= number < peers.size:
+            raise ValueError(f"there are nodes 0 to {peers.size - 1}")
+        why_not = self._why_not("the scheduler asks for a hot switch")
+        if not why_not and number == peers.node:
+            why_not = f"{peers.name_of(number)} leads the job: end its launcher by SIGTERM, and another one leads"
+        ranks = tuple(slot.rank for slot in node.slots if peers.node_of(slot.rank) == number and not slot.is_finished)
+        why_not = why_not or str(recovery.why_not_replaceable(node.job, ranks))
+        if not why_not and (leader is None or not leader.placement.has_waiting()):
+            why_not = "no other node waits (start a launcher more than --nnodes)"
+        if why_not or leader is None:
+            return Rejected(why_not)
+        before = node.job.incident_count
+        leader.lose(number, DRAINED)
+        leader.decide_lost()
+        return Accepted(after=before)
 
     def _take_stacks(self) -> Reply:
         """Have the stacks of this node's ranks written."""

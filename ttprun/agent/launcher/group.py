@@ -165,6 +165,7 @@ class Group:
         node.report, node.order, node.forward = self.orders.report, wire.order, wire.forward
         run.status.of_group = self._shown
         run.requests.inject, run.requests.eyes, run.requests.repairs = self.inject, eyes, self.repairs
+        run.requests.leader = self.leader
 
     # Where it is decided what comes of something: here, or by the agent that leads.
 

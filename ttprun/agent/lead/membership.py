@@ -383,6 +383,11 @@ class Placement:
         vacancy.spawns[action.rank] = action
         self.fill()
 
+    def has_waiting(self) -> bool:
+        """A launcher waits for slots, and its node may train."""
+        pool = self._node.peers.pool
+        return pool is not None and any(self._membership.may_train(one.address) for one in pool.waiting)
+
     def forget(self, number: int) -> None:
         """A node is lost, perhaps the one that has just taken these slots."""
         self._vacant.pop(number, None)
