@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.e2e.harness import (
     Run,
     Undisturbed,
     assert_no_orphans,
+    environment,
     start_ttprun,
 )
 from tests.nodes import Nodes, why_none
@@ -190,6 +193,27 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_no_step_is_lost(
     assert_same_weights(runs, undisturbed(GATED, 2))
     assert lost.exit_code == (143 if is_cut else -signal.SIGKILL), lost.story()
     assert ("reaches 1 of 3 agents: the others may go on without it" in lost.output) == is_cut, lost.story()
+
+
+def test_a_node_is_drained_and_a_spare_one_takes_its_place(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    with Nodes(3) as nodes:
+        launches = at_gate(nodes, range(2), tmp_path)
+        spare = start_gated(nodes, 2, tmp_path)
+        launches[0].wait_for_event("node_waits")
+        words = [sys.executable, "-m", "ttprun", "drain", "1", "--run", str(launches[0].run_dir), "--json"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment()) as drain:
+            launches[0].wait_for_event("node_lost")
+            (tmp_path / "gate").touch()
+            said, _ = drain.communicate()
+        leader, runs = finished([launches[0], spare])
+        drained = launches[1].finish()
+
+    assert (drain.returncode, json.loads(said)["rung"]) == (0, "replace")
+    assert "drained as requested (ttprun drain)" in leader.incidents[0]["reason"]
+    assert_replaced(leader, [1])
+    assert_same_weights(runs, undisturbed(GATED, 2))
+    assert drained.exit_code == 143, drained.story()
+    assert "goes on without this node: drained as requested" in drained.output
 
 
 @pytest.mark.parametrize(("host", "by"), [(0, "the save directory"), (1, "the discovery command")])
