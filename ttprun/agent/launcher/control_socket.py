@@ -241,7 +241,7 @@ class Requests:
             raise ValueError(f"there are nodes 0 to {peers.size - 1}")
         why_not = self._why_not("the scheduler asks for a hot switch")
         if not why_not and number == peers.node:
-            why_not = f"{peers.name_of(number)} leads the job: end its launcher by SIGTERM, and another one leads"
+            why_not = f"{peers.name_of(number)} leads the job, and cannot be drained"
         ranks = tuple(slot.rank for slot in node.slots if peers.node_of(slot.rank) == number and not slot.is_finished)
         why_not = why_not or str(recovery.why_not_replaceable(node.job, ranks))
         if not why_not and (leader is None or not leader.placement.has_waiting()):
