@@ -141,7 +141,9 @@ class _Npu:
         self.marked += 1
 
     def reinit(self, group: Any, rebuild_link: bool) -> Any:
-        """What reinit_process_group of this release does and answers."""
+        """What reinit_process_group of this release does and answers; links are resumed before a restart."""
+        if not rebuild_link and self.stops and self.queue is not Queue.STOP_EXIT:
+            raise RuntimeError("HcclCommResume after the device was restarted")
         self.rebuilt.append((group, rebuild_link))
         return (group or "default group") if rebuild_link else None
 

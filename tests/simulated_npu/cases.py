@@ -34,8 +34,9 @@ TOO_LONG = 1200  # a product of matrices of this size runs for a while
 def _whole_device() -> Iterator[None]:
     yield
     torch.npu.stop_device(0)
-    torch.npu.restart_device(0, disable_tensor_unsafe_check=True)
+    torch.npu.check_uce_in_memory(0)
     torch.distributed.reinit_process_group(None, False)
+    torch.npu.restart_device(0, disable_tensor_unsafe_check=True)
 
 
 def busy() -> torch.Tensor:
@@ -211,6 +212,7 @@ SHORTLY_S = 0.3
 if_gate = pytest.mark.skipif(not _C.is_kind("gate"), reason="SIMULATED_NPU_KIND does not have gate")
 if_load = pytest.mark.skipif(not _C.is_kind("load"), reason="SIMULATED_NPU_KIND does not have load")
 if_lock = pytest.mark.skipif(not _C.is_kind("lock"), reason="SIMULATED_NPU_KIND does not have lock")
+if_hccl = pytest.mark.skipif(_C.is_kind("nccl"), reason="groups end as NCCL's do")
 if_null = pytest.mark.skipif(not _C.is_kind("null"), reason="SIMULATED_NPU_KIND does not have null")
 
 
@@ -232,15 +234,20 @@ def is_stuck(result: Future[Any]) -> bool:
     return not wait([result], SHORTLY_S).done
 
 
+def member_of(store: Any, rank: int, count: int = 2) -> Any:
+    """One end of a communicator that its first operation makes."""
+    options: Any = torch._C._distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, count
+    options.timeout = timedelta(seconds=30)
+    return hccl._make(options)
+
+
 def members(count: int = 2) -> list[Any]:
     """A new communicator's ends, all of them in this process."""
     store = torch.distributed.HashStore()
 
     def member(rank: int) -> Any:
-        options: Any = torch._C._distributed_c10d._DistributedBackendOptions()
-        options.store, options.group_rank, options.group_size = store, rank, count
-        options.timeout = timedelta(seconds=30)
-        made = hccl._make(options)
+        made = member_of(store, rank, count)
         made.eager_connect_single_device(torch.device("npu", 0))
         return made
 
@@ -251,6 +258,58 @@ def reduced(member: Any, tensor: torch.Tensor) -> Any:
     options = torch.distributed.AllreduceOptions()
     options.asyncOp = True
     return member.allreduce([tensor], options)
+
+
+@if_hccl
+def test_a_device_is_stopped_before_it_is_asked_restarted_or_its_groups_resumed_and_aborted_after_that() -> None:
+    for too_early in (torch.npu.restart_device, torch.npu.check_uce_in_memory):
+        with pytest.raises(RuntimeError, match="that was not stopped"):
+            too_early(0)
+    first, second = members()
+    for member in (first, second):
+        reduced(member, torch.ones(3, device="npu"))
+    torch.npu.synchronize()
+
+    torch.npu.stop_device(0)
+
+    with pytest.raises(RuntimeError, match="FORCE STOP"):
+        first.abort_hccl_comm("too early")
+    second.resume_hccl_comm(0)
+    torch.npu.restart_device(0)
+    with pytest.raises(RuntimeError, match="HcclCommResume after the device was restarted"):
+        first.resume_hccl_comm(0)
+    with pytest.raises(RuntimeError, match="FORCE STOP"):
+        reduced(first, torch.ones(3, device="npu"))
+    first.abort_hccl_comm("in time")
+
+
+def test_memory_that_nobody_has_asked_for_is_not_repaired_by_a_restart() -> None:
+    bad = torch.ones(4, device="npu")
+    breaking.fail_memory(bad, State.UCE_EXIT)
+    for is_checked in (False, True):
+        bad.add_(0)
+        with pytest.raises(RuntimeError, match="UCE ERROR"):
+            torch.npu.synchronize()
+        torch.npu.stop_device(0)
+        if is_checked:
+            assert torch.npu.check_uce_in_memory(0) == 3
+        torch.npu.restart_device(0, disable_tensor_unsafe_check=True)
+
+    bad.zero_()
+    torch.npu.synchronize()
+
+
+@if_hccl
+def test_a_process_that_has_just_started_meets_one_that_has_aborted_as_often_as_it_likes() -> None:
+    store = torch.distributed.HashStore()
+    ends = [member_of(store, rank) for rank in (0, 1)]
+    for _ in range(3):
+        works = [started(partial(reduced, end, torch.ones(3, device="npu"))) for end in ends]
+        assert all(work.result(30).wait() for work in works)
+        torch.npu.synchronize()
+        ends[0]._delete_tcpstore_key()
+        ends[0].abort_hccl_comm("reinit")
+        ends[1] = member_of(store, 1)
 
 
 @if_gate

@@ -116,7 +116,7 @@ class Device:
         """Make it ready for work after `stop`, without its communicators. Raises DeviceFailedError."""
 
     def rebuild_communicators(self) -> None:
-        """Make the communicators of torch's own groups ready after `restart`, in place. Raises DeviceFailedError.
+        """Make the communicators of torch's own groups ready, in place, before `restart`. Raises DeviceFailedError.
 
         Groups of ours need none of that: they make new ones in each generation.
         """

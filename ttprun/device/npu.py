@@ -128,7 +128,10 @@ class NpuDevice(Device):
         self._call("restart_device", self._index)
 
     def rebuild_communicators(self) -> None:
-        """Resume all groups at once, over the links that they have. Raises DeviceFailedError if torch_npu cannot."""
+        """Resume all groups at once, over the links that they have; before `restart`, in which order MindSpeed-LLM does.
+
+        Raises DeviceFailedError if torch_npu cannot.
+        """
         if self._reinit is None:
             raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} has no reinit_process_group")
         self._reinit(group=None, rebuild_link=False)

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch_npu.npu import _C, current_device, hccl_backends
 
 CONNECT_LIMIT_S = 120.0  # HCCL_CONNECT_TIMEOUT's value unless it is set
+MOST_RESUMES = 8  # between two aborts
 
 
 def _make(options: Any, further: Any = None) -> Any:
@@ -23,6 +24,10 @@ def _make(options: Any, further: Any = None) -> Any:
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
 
     def connect(generation: int, peer: int) -> Any:
+        if generation < 0:
+            for resumed in range(MOST_RESUMES):
+                store.delete_key(f"hccl{resumed}")
+            return None
         place, members, key = rank, size, f"hccl{generation}"
         if peer >= 0:
             low, high = sorted((rank, peer))
@@ -89,6 +94,8 @@ def _address_of(interface: str) -> str:
 
 def reinit_process_group(group: Any = None, rebuild_link: bool = True) -> Any:
     """Without `rebuild_link` all groups that a stop has aborted work again; with it, one connects anew.
+
+    The former on a stopped device, the latter on one that was restarted.
 
     group   torch's process group, or the backend of one; None: the default group
     """

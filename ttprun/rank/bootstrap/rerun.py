@@ -241,5 +241,5 @@ def _make_ready(device: Device, diagnosis: Diagnosis) -> None:
     is_held = diagnosis.fault is DeviceFault.MEMORY_PERSISTENT and device.check_memory() is MemoryCheck.PERSISTENT
     if is_held and not diagnosis.is_dated:
         raise DeviceFailedError("tensors outlive the script's run, and hold memory that has failed")
-    device.restart()
     device.rebuild_communicators()
+    device.restart()

@@ -269,8 +269,8 @@ class Handlers:
         if check is MemoryCheck.OUTSIDE_POOL:
             return RET_ERROR
         device.clean()
-        device.restart()
         device.rebuild_communicators()
+        device.restart()
         return RET_NO_REBUILD if check is MemoryCheck.TEMPORARY else RET_OK
 
     def rebuild_group(self, fault_ranks: list[int], size: Size = UNCHANGED) -> None:

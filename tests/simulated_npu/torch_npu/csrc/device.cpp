@@ -222,6 +222,7 @@ int Device::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex);
     ++stops;
+    is_checked = false;
     detail_.clear();
     state_ = STOP_EXIT;
   }
@@ -231,7 +232,14 @@ int Device::stop() {
 
 void Device::restart(bool is_unchecked) {
   if (state() == LOST) throw std::runtime_error(error_text());
+  if (state() != STOP_EXIT) throw std::runtime_error("restart_device on a device that was not stopped (simulated)");
   std::lock_guard<std::mutex> lock(mutex);
+  if (!is_checked)  // nobody has asked which memory it is: it is not repaired
+    for (auto& range : failed_) {
+      if (range.begin) poisons.push_back({range.begin, range.size, UCE_EXIT, now_us()});
+      else is_library_poisoned = true;
+    }
+  has_poison = !poisons.empty();
   for (auto& range : failed_)
     for (auto& [begin, block] : blocks)
       if (!is_unchecked && begin < range.begin + range.size && range.begin < begin + block->size) unsafe.push_back(begin);
@@ -244,8 +252,10 @@ void Device::restart(bool is_unchecked) {
 
 int Device::check_uce() {
   if (state() == LOST) throw std::runtime_error(error_text());
+  if (state() != STOP_EXIT) throw std::runtime_error("check_uce_in_memory on a device that was not stopped (simulated)");
   empty_cache();
   std::lock_guard<std::mutex> lock(mutex);
+  is_checked = true;
   if (has_ecc) return 3;
   if (failed_.empty()) return 0;
   int worst = 2;

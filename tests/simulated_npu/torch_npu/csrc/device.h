@@ -146,6 +146,7 @@ class Device {
   std::string detail_;
   int64_t failed_at_us = 0;
   bool has_ecc = false, is_library_poisoned = false;
+  bool is_checked = false;                        // check_uce was called since the newest stop
   std::map<c10::StreamId, std::unique_ptr<Queue>> queues;
   c10::StreamId newest_stream = 0;
   MarkPtr gate_;

@@ -141,11 +141,16 @@ class ProcessGroupHCCL final : public c10d::Backend {
     watchdog_.end();
     abort();
   }
-  // Waits for what runs, as the library's destruction of a communicator does; the next operation connects anew.
+  // Waits for what runs, as the library's destruction of a communicator does; the next operation connects anew. A device
+  // that is stopped takes no orders for that.
   void abort_hccl_comm() {
+    const int on = device_;
+    if (on >= 0 && device(on).state() == STOP_EXIT) device(on).check();
     if (!is_kind("abort")) finish_all();
     reinit();
+    generation_ = 0;
   }
+  void forget_keys() { connect_(FORGET, ALL); }
   void eagerConnectSingleDevice(at::Device on) override {
     connected(device(on.index()));
     is_eager_ = true;
@@ -154,14 +159,16 @@ class ProcessGroupHCCL final : public c10d::Backend {
 
   void reinit() {
     drop_link();
-    ++generation_;
     is_stopped_ = is_over_ = false;
   }
   void stop(int device) { if (device_ == device) is_stopped_ = true; }
   void resume(int device) {
-    if (device_ != device) return;
+    if (device_ != device || !is_stopped_) return;
+    if (npu::device(device).state() != STOP_EXIT)
+      throw std::runtime_error("HcclCommResume after the device was restarted (simulated): resume, then restart");
     // Each rank's queue was emptied at a point of its own: the old connections are of no use.
-    if (is_stopped_) reinit();
+    reinit();
+    ++generation_;
   }
   const std::map<std::string, int>& calls() const { return calls_; }
 
@@ -610,7 +617,7 @@ void bind_hccl(pybind11::module_& m) {
   pybind11::class_<Group, c10d::Backend, HeldWithoutGil<Group>> group(m, "ProcessGroupHCCL");
   if (!is_kind("nccl")) group.def("abort_hccl_comm", [](Group& group, const std::optional<std::string>&) { group.abort_hccl_comm(); });
   group.def("resume_hccl_comm", [](Group& group, int device) { group.resume(device); })
-      .def("_delete_tcpstore_key", [](Group&) {})
+      .def("_delete_tcpstore_key", [](Group& group) { group.forget_keys(); }, pybind11::call_guard<pybind11::gil_scoped_release>())
       .def("set_watchdog_status", [](Group& group, int status) { group.watchdog().set_status(status); })
       .def("clear_workmeta_list", [](Group& group) { group.watchdog().clear(); })
       .def("_calls", [](Group& group) { return group.calls(); });

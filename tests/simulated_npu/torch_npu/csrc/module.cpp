@@ -92,7 +92,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     });
     return npu::make_hccl(rank, size, timeout, [held](int generation, int peer) {
       const py::gil_scoped_acquire gil;
-      return (*held)(generation, peer).cast<c10::intrusive_ptr<c10d::Backend>>();
+      const auto made = (*held)(generation, peer);
+      return made.is_none() ? nullptr : made.cast<c10::intrusive_ptr<c10d::Backend>>();
     });
   });
   m.def("resume_hccl", &npu::resume_hccl, no_gil());
