@@ -8,8 +8,9 @@
     ... scripts/examples/megatron_like.py --hot-switch 20:1          # a healthy rank gets a new process, as planned
     ttprun --mindio --rungs resize ... --fault kill:rank=3,step=20 ... --upgrade 40    # the others continue; then all
 
-Two tensor-parallel times two data-parallel ranks (or more), on the CPU over gloo or on NPUs over hccl. `--break` makes
-memory or a link of the simulated NPU (tests/simulated_npu) fail.
+Two tensor-parallel times two data-parallel ranks (or more; `--pipeline-parallel 2` times two stages), on the CPU over
+gloo or on NPUs over hccl. On an NPU the callbacks call torch_npu's own functions, in the order in which MindSpeed-LLM's
+do. `--break` makes memory or a link of the simulated NPU (tests/simulated_npu) fail.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_parts import REPLICAS, Gpt, Layers, Optimizer, Schedule, batch_of
+from megatron_parts import REPLICAS, Gpt, Layers, Optimizer, Pipeline, Schedule, batch_of
 from mindio_ttp.controller_ttp import tft_notify_controller_change_strategy, tft_notify_controller_prepare_action
 from mindio_ttp.framework_ttp import (
     RepairType,
@@ -56,11 +57,10 @@ from mindio_ttp.framework_ttp import (
     tft_start_updating_os,
 )
 
-from ttprun.device import accelerator, interface
-from ttprun.device.interface import MemoryCheck
-
 RET_OK, RET_ERROR, RET_NO_REBUILD = 0, 1, 2
+NO_MEMORY, OUTSIDE_POOL, TEMPORARY = 0, 1, 2  # of torch_npu's check_uce_in_memory
 LATEST = "latest_checkpointed_iteration.txt"
+KINDS = ("low", "activation", "weight", "high", "moment", "link")
 
 
 class State:
@@ -80,6 +80,7 @@ class State:
         """Model and optimizer in new memory."""
         self.model = Gpt(self.layers).to(self.options.device)
         self.optimizer = Optimizer(self.model, self.layers)
+        self.pipeline = Pipeline(self.model, self.layers)
         self.schedule = Schedule(self.options.steps)
 
 
@@ -94,9 +95,8 @@ def train(state: State) -> None:
         optimizer, batch, gradients = state.optimizer, next(data), []
         for part in layers.parts:
             fail_if_due(state)
-            loss = state.model(batch_of(batch, part).to(state.options.device))
             state.model.zero_grad()
-            loss.backward()
+            loss = state.pipeline.run(batch_of(batch, part).to(state.options.device))
             gradients.append(optimizer.flat_gradients())
         gradient = optimizer.reduce_gradients(gradients)
         dist.barrier(group=layers.world_group)
@@ -109,7 +109,7 @@ def train(state: State) -> None:
         state.iteration += 1
         state.consumed += 1
         state.schedule.step += 1
-        if layers.is_first and state.iteration % 10 == 0:
+        if loss is not None and layers.tp_rank == layers.dp_rank == 0 and state.iteration % 10 == 0:
             print(f"iteration {state.iteration} loss {loss.item():.6f}", flush=True)
         if state.options.save_every and state.iteration % state.options.save_every == 0:
             save_periodically(state)
@@ -137,12 +137,22 @@ def fail_if_due(state: State) -> None:
     from torch_npu import breaking  # the simulated one alone has this
 
     kind, state.broken = state.broken[2], None
+    optimizer, block = state.optimizer, state.model.blocks[0]
     if kind == "link":
         breaking.fail_next_collective()
-        return
-    failed = state.optimizer.main if kind == "high" else torch.ones(4, device="npu")
-    breaking.fail_memory(failed)
-    failed.add_(0)  # read
+    elif kind == "activation":  # it is read by what comes next in this forward pass
+
+        def fail(module: Any, inputs: Any, output: torch.Tensor) -> None:
+            handle.remove()
+            breaking.fail_memory(output)
+
+        handle = block.register_forward_hook(fail)
+    elif kind == "moment":  # it is read in the midst of the update
+        breaking.fail_memory(optimizer.exp_avg)
+    else:
+        failed = {"high": optimizer.main, "weight": block.out.weight.data}.get(kind, torch.ones(4, device="npu"))
+        breaking.fail_memory(failed)
+        failed.add_(0)  # read
 
 
 # The callbacks, in the order of a recovery. args[0] is the train function's own argument.
@@ -150,25 +160,31 @@ def fail_if_due(state: State) -> None:
 
 def stop(args: Any, ctx: Any) -> None:
     """End what runs on the device."""
-    interface.current().stop()
+    if args[0].options.device == "npu" and torch.npu.stop_device(torch.npu.current_device()):
+        raise RuntimeError("the device was not stopped")
 
 
 def clean(is_uce_error: bool, args: Any, ctx: Any) -> int:
     """Make the device ready for work; say whether memory that held something was lost."""
-    device = interface.current()
-    check = device.check_memory() if is_uce_error else MemoryCheck.NONE
-    if check is MemoryCheck.OUTSIDE_POOL:
+    if args[0].options.device == "cpu":
+        return RET_OK
+    device = torch.npu.current_device()
+    check = torch.npu.check_uce_in_memory(device) if is_uce_error else NO_MEMORY
+    if check == OUTSIDE_POOL:
         return RET_ERROR
-    device.clean()
-    device.restart()
     if tft_get_repair_type() == "retry":
-        device.rebuild_communicators()
-    return RET_NO_REBUILD if check is MemoryCheck.TEMPORARY else RET_OK
+        dist.reinit_process_group(group=None, rebuild_link=False)
+    torch.npu.restart_device(device)
+    return RET_NO_REBUILD if check == TEMPORARY else RET_OK
 
 
 def rebuild_group(fault_ranks: list[int], args: Any, ctx: Any) -> None:
-    """The groups that were made at the start are connected; those of the optimizer are made anew."""
-    args[0].layers.make_half_groups()
+    """A process was replaced: connect the groups anew that are kept; those of the optimizer are made anew."""
+    layers = args[0].layers
+    if args[0].options.device == "npu" and tft_get_repair_type() != "retry":
+        for group in layers.kept_groups():
+            dist.reinit_process_group(group, rebuild_link=True)
+    layers.renew()
 
 
 def repair(
@@ -190,10 +206,17 @@ def repair(
                 dist.send(tensor, target, group=group)
             else:
                 dist.recv(tensor, source, group=group)
-    for tensor in state.optimizer.tensors():
-        interface.current().mark_safe(tensor)
-    accelerator.synchronize()  # before the group ends, which aborts what has not completed on the device
+    if state.options.device == "npu":
+        for tensor in state.optimizer.tensors():
+            torch.npu._recovery.update_npu_tensor_to_safe(tensor)
+    synchronize()  # before the group ends, which aborts what has not completed on the device
     dist.destroy_process_group(group)
+
+
+def synchronize() -> None:
+    """Wait for the device, if there is one."""
+    if dist.get_backend() == "hccl":
+        torch.npu.synchronize()
 
 
 def rollback(step: int, args: Any, ctx: Any) -> None:
@@ -251,7 +274,8 @@ def rename(step: int, args: Any) -> None:
 
 def shard_file(layers: Layers) -> str:
     """Ranks that hold the same have the same file."""
-    return f"tp_{layers.tp_rank}_shard_{layers.shard}.pt"
+    stage = f"pp_{layers.stage}_" if layers.pp > 1 else ""
+    return f"{stage}tp_{layers.tp_rank}_shard_{layers.shard}.pt"
 
 
 def load(state: State) -> int:
@@ -279,7 +303,7 @@ def register(state: State) -> None:
     tft_register_rollback_handler(rollback)
     tft_register_save_ckpt_handler(save_ckpt)
     tft_register_rename_handler(rename)
-    tft_register_stream_sync_handler(accelerator.synchronize)
+    tft_register_stream_sync_handler(synchronize)
     tft_register_zit_downgrade_rebuild_handler(downgrade_rebuild)
     tft_register_zit_upgrade_rebuild_handler(upgrade_rebuild)
     tft_register_zit_upgrade_repair_handler(upgrade_repair)
@@ -292,11 +316,14 @@ def main() -> None:
     parser.add_argument("--load", help="folder to resume from, if there is a checkpoint in it")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tensor-parallel", type=int, default=2)
+    parser.add_argument("--pipeline-parallel", type=int, choices=(1, 2), default=1)
     parser.add_argument("--save-every", type=int, default=0, help="iterations between two checkpoints; 0: none")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--device", choices=("cpu", "npu"), default="cpu")
     parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits in each run")
-    parser.add_argument("--break", dest="broken", type=break_of, help="STEP:RANK:low|high|link, on the simulated NPU")
+    parser.add_argument(
+        "--break", dest="broken", type=break_of, help=f"STEP:RANK:{'|'.join(KINDS)}, on the simulated NPU"
+    )
     parser.add_argument("--hot-switch", type=switch_of, help="STEP:RANK[:RANK...]: these get new processes as planned")
     parser.add_argument("--upgrade", type=int, help="STEP after which ranks that have left are called back")
     options = parser.parse_args()
@@ -312,7 +339,7 @@ def main() -> None:
     if options.device == "npu":
         torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if options.device == "cpu" else "hccl")
-    layers = Layers(rank, world, options.tensor_parallel, options.dropout)
+    layers = Layers(rank, world, options.tensor_parallel, options.dropout, options.pipeline_parallel)
     layers.make_groups()
     state = State(options, layers, tft_is_reboot_node())
     torch.manual_seed(1234 + layers.dp_rank)
@@ -332,8 +359,8 @@ def main() -> None:
 def break_of(text: str) -> tuple[int, int, str]:
     """ "20:1:high" -> (20, 1, "high")"""
     step, rank, kind = text.split(":")
-    if kind not in ("low", "high", "link"):
-        raise argparse.ArgumentTypeError(f"'{kind}' is not a kind of fault; use low, high or link")
+    if kind not in KINDS:
+        raise argparse.ArgumentTypeError(f"'{kind}' is not a kind of fault; use one of {', '.join(KINDS)}")
     return int(step), int(rank), kind
 
 

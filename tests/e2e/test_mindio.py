@@ -134,6 +134,95 @@ def test_a_job_that_ends_is_dumped_by_the_framework_and_goes_on_from_there(
     assert gone_on.hashes == weights(MEGATRON, 4, "--dropout=0"), gone_on.story()
 
 
+# Tensor times pipeline times data parallel, on NPUs: torch_npu's own groups and functions, in MindSpeed-LLM's order.
+PIPELINE = ("--tensor-parallel=1", "--pipeline-parallel=2")
+ALL_THREE = ("--tensor-parallel=2", "--pipeline-parallel=2")
+SHARDED = ("--tensor-parallel=1",)
+ON_NPU = ("--device=npu", "--deterministic")
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "broken", "rung", "parts"),
+    [
+        (PIPELINE, 4, "12:2:weight", "rerun", [{"3": ["send"], "2": ["receive in place"]}]),
+        (PIPELINE, 4, "12:0:activation", "rerun", [{"0": ["keep"]}]),
+        (PIPELINE, 4, "12:1:link", "reconnect", []),
+        (SHARDED, 4, "12:3:high", "rerun", [{"1": ["send"], "3": ["receive in place"]}]),
+        (ALL_THREE, 8, "12:5:moment", "rerun", [{"7": ["send"], "5": ["receive in place"]}]),
+    ],
+    ids=["weight", "activation", "link", "optimizer state", "optimizer state in an update of eight ranks"],
+)
+def test_memory_that_fails_under_a_pipeline_is_repaired_in_the_same_process_and_no_weight_differs(
+    run_ttprun: RunTtprun,
+    weights: Undisturbed,
+    layout: tuple[str, ...],
+    ranks: int,
+    broken: str,
+    rung: str,
+    parts: list[dict[str, list[str]]],
+) -> None:
+    arguments = [*layout, *ON_NPU]
+
+    result = run_ttprun(
+        MEGATRON, ranks, options=MINDIO, script_args=[*STEPS, *arguments, "--break", broken], device="npu"
+    )
+
+    assert_recovered_by(result, [rung])
+    assert parts_of(result) == parts, result.story()
+    assert [len(pids) for pids in result.pids.values()] == [1] * ranks, result.story()
+    assert result.hashes == weights(MEGATRON, ranks, *arguments, device="npu"), result.story()
+
+
+@pytest.mark.parametrize(
+    ("faults", "broken", "rungs"),
+    [
+        (["kill:rank=1,step=12,phase=backward", "kill:rank=2,phase=rebuild"], (), ["replace"]),
+        (
+            ["kill:rank=1,step=8,phase=backward", "kill:rank=2,step=14,phase=before_step"],
+            ("--break=11:3:moment",),
+            ["replace", "rerun", "replace"],
+        ),
+    ],
+    ids=["while groups are connected", "one after the other, memory in between"],
+)
+def test_lost_ranks_of_a_pipeline_on_a_device_are_replaced_and_no_weight_differs(
+    run_ttprun: RunTtprun, weights: Undisturbed, faults: list[str], broken: tuple[str, ...], rungs: list[str]
+) -> None:
+    arguments = [*PIPELINE, *ON_NPU]
+
+    result = run_ttprun(
+        MEGATRON, 4, faults=faults, options=MINDIO, script_args=[*STEPS, *arguments, *broken], device="npu"
+    )
+
+    assert_recovered_by(result, rungs)
+    assert [len(result.pids[rank]) for rank in (0, 3)] == [1, 1], result.story()
+    assert result.hashes == weights(MEGATRON, 4, *arguments, device="npu"), result.story()
+
+
+@pytest.mark.parametrize(
+    ("faults", "broken"),
+    [(["kill:rank=1,step=12,phase=backward"], ()), ([], ("--break=12:1:high",))],
+    ids=["a process is lost", "memory has failed"],
+)
+def test_a_pipeline_on_a_device_is_dumped_before_its_job_ends_and_goes_on_from_there(
+    run_ttprun: RunTtprun, weights: Undisturbed, faults: list[str], broken: tuple[str, ...]
+) -> None:
+    arguments = [*PIPELINE, *ON_NPU, "--dropout=0"]
+    options = [*MINDIO, "--rungs", "persist"]
+
+    dumped = run_ttprun(
+        MEGATRON, 4, faults=faults, options=options, script_args=[*STEPS, *arguments, *broken], device="npu"
+    )
+    out = dumped.folder / "out"
+    gone_on = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=[*STEPS, *arguments, f"--load={out}"], device="npu")
+
+    assert dumped.exit_code not in (0, None), dumped.story()
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "12\n", dumped.story()
+    saved = {path.name for path in (out / "iter_0000012").iterdir()}
+    assert saved == {"pp_0_tp_0_shard_0.pt", "pp_1_tp_0_shard_0.pt"}
+    assert gone_on.hashes == weights(MEGATRON, 4, *arguments, device="npu"), gone_on.story()
+
+
 # Training with fewer ranks. No replacement is to be had where the rung is left out.
 IRREPLACEABLE = (*MINDIO, "--rungs", "reconnect,rerun,resize,restart,persist")
 
