@@ -128,7 +128,7 @@ class NpuDevice(Device):
         self._call("restart_device", self._index)
 
     def rebuild_communicators(self) -> None:
-        """Resume all groups at once, over the links that they have; before `restart`, in which order MindSpeed-LLM does.
+        """Resume all groups at once, over the links that they have; before `restart`, as MindSpeed-LLM does.
 
         Raises DeviceFailedError if torch_npu cannot.
         """
