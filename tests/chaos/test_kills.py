@@ -167,8 +167,7 @@ KILL = Fault("kill", rank=1, step=5, phase="backward")
 
 
 def of_rank(*digests: str) -> OfRank:
-    found = {at: {"weights or optimizer state": one, "random numbers": "r"} for at, one in enumerate(digests, 1)}
-    return OfRank(digests=found)
+    return OfRank(links={step: {"p": one, "o": "r"} for step, one in enumerate(digests, 1)})
 
 
 def row(step: int) -> KillOutcome:

@@ -38,7 +38,10 @@ def steps(changes: dict[str, str] | None = None, at: tuple[int, int] = (0, 2), c
         ({"p": "p23", "l": "l78"}, "step 2, rank 0: same gradients, other weights or optimizer state after step 1"),
         ({"x": "x34", "b": "b56"}, "step 2, rank 0: other samples in the batch: the sampler"),
         ({"b": "b56", "l": "l78"}, "step 2, rank 0: another batch of the same samples"),
-        ({"q": "q67", "l": "l78"}, "step 2, rank 0: same batch, other random numbers when it is used"),
+        (
+            {"q": "q67", "l": "l78"},
+            "step 2, rank 0: other random numbers before the batch is loaded: an evaluation",
+        ),
         ({"l": "l78", "v": "v0.6", "i": "i89"}, "another loss (0.6 instead of 0.5): kernel"),
         ({"i": "i89", "G": "G0000fffe", "g": "g98"}, "other gradient of layers.3.mlp before ranks reduce it"),
         ({"g": "g98", "G": "G0001fffe"}, "other gradient of embed.weight, layers.3.mlp after the backward pass"),

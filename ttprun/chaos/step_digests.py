@@ -48,6 +48,12 @@ def begin_run() -> None:
         _tracer.begin()
 
 
+def end_run(session: Rank) -> None:
+    """This process leaves before its script has ended."""
+    if _tracer is not None:
+        _tracer.note(session, "exit")
+
+
 class Tracer:
     """The listener of a rank whose steps leave digests.
 
@@ -76,8 +82,7 @@ class Tracer:
         """A thread has come to a moment."""
         session = live()
         if session is not None and moment in ("before_step", "after_step", "exit"):
-            with contextlib.suppress(Exception), Unseen():  # what cannot be noted is not compared; training goes on
-                self._note_moment(session, moment)
+            self.note(session, moment)
         if self._inner is not None:
             self._inner.reached(moment)
 
@@ -102,6 +107,11 @@ class Tracer:
         self._links.clear()
         self._rolling.clear()
         self._batches = self._losses = self._samples = 0
+
+    def note(self, session: Rank, moment: str) -> None:
+        """The main thread has come to a moment before or after a step, or to the end."""
+        with contextlib.suppress(Exception), Unseen():  # what cannot be noted is not compared; training goes on
+            self._note_moment(session, moment)
 
     def _note_moment(self, session: Rank, moment: str) -> None:
         if moment == "after_step":
@@ -196,7 +206,11 @@ class Tracer:
             return samples
 
         def handed_out(iterator: Any) -> Any:
-            before = iterator._num_yielded
+            before, session = iterator._num_yielded, live()
+            if session is not None and threading.current_thread() is threading.main_thread():
+                with contextlib.suppress(Exception), Unseen():
+                    self._note_beginning(session)
+                    self._links["q"] = self._random()
             batch = advance(iterator)
             if iterator._num_yielded == before:  # in a replay: something in the place of a batch that was used
                 return batch
@@ -213,7 +227,7 @@ class Tracer:
         if (session := live()) is None:
             return
         self._note_beginning(session)
-        where = location_key().rpartition("|")[2].rpartition("/")[2]
+        where = location_key().partition("|")[0].rpartition("/")[2]
         for name in ("num_workers", "batch_size", "drop_last", "sampler", "dataset"):
             value = getattr(loader, name, None)
             shown = value if type(value) in (int, bool) else type(value).__name__
@@ -226,7 +240,7 @@ class Tracer:
         _feed(self._rolling["b"], batch)
         for sample in samples if isinstance(samples, list) else ():
             self._samples += int(_digest(sample), 16)
-        self._links |= {"u": f"{self._samples % (1 << 32):08x}", "q": self._random()}
+        self._links |= {"u": f"{self._samples % (1 << 32):08x}"}
         self._batches += 1
 
     def _follow_backward(self) -> None:

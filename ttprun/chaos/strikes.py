@@ -16,18 +16,16 @@ from types import FrameType
 from typing import Any
 
 import torch
-import xxhash
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ttprun.capture.installing import unless_traced
 from ttprun.capture.records.recorder import Recorder
-from ttprun.capture.values import pack
-from ttprun.chaos import broken, damage
+from ttprun.chaos import broken, damage, step_digests
 from ttprun.chaos.damage import Armed, step_of
 from ttprun.chaos.injected_faults import RECOVERY_PHASES, Fault, parse_fault
 from ttprun.chaos.plain_observer.sitecustomize import leave, seed_what_the_system_seeds
-from ttprun.chaos.step_digests import append, live, trained
-from ttprun.introspect import random_state, stages
+from ttprun.chaos.step_digests import append, live
+from ttprun.introspect import stages
 from ttprun.introspect.current_rank import Rank, current
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import Channel, Message
@@ -201,7 +199,7 @@ def _watch_modules() -> None:
     torch.autograd.backward = then_reached
 
 
-# What `ttprun check` sees from inside a rank: the moments that it comes to, and what it trains after each step.
+# What `ttprun check` sees from inside a rank, beside its trace: the moments that it comes to.
 #
 # It hears of moments in the place of this module, and passes them on. Each thing is a line of JSON in a file of the
 # rank's, in one write, so that a killed process leaves whole lines, and the one that takes its place adds to them.
@@ -244,8 +242,6 @@ class Observer:
         session = live()
         if session is not None:
             self._note_moment(session, moment)
-            if moment == "after_step":
-                self._note_boundary(session)
         reached(moment)
         if session is not None and moment == "after_step" and session.applied >= self._steps:
             self._leave(session)
@@ -264,22 +260,13 @@ class Observer:
             self._seen.add((moment, step))
             self._note({"moment": moment, "step": step})
 
-    def _note_boundary(self, session: Rank) -> None:
-        with contextlib.suppress(Exception):  # a tensor that cannot be hashed is not compared; training goes on
-            self._note(
-                {
-                    "boundary": session.applied,
-                    "trained": trained(),
-                    "random": xxhash.xxh3_128_hexdigest(pack(random_state.capture())),
-                }
-            )
-
     def _note(self, what: dict[str, Any]) -> None:
         """Never raises: what cannot be noted is missed by whoever compares."""
         append(self._folder / f"rank{self._rank}.jsonl", json.dumps(what) + "\n")
 
     def _leave(self, session: Rank) -> None:
-        """Keep the newest record, and end the process."""
+        """Keep the newest record and the end of the trace, and end the process."""
+        step_digests.end_run(session)
         record = session[Recorder].read(session.applied)
         for name, content in zip(("head", "blobs"), record or (), strict=False):
             with contextlib.suppress(OSError):

@@ -109,7 +109,8 @@ def compare_traces(first: Trace, second: Trace) -> tuple[list[str], bool]:
         return lines + differing_settings(first, other, ranks, step), at is None
     differences = trace_differences(first, other)
     if not differences:
-        common = len(first.steps[ranks].keys() & other.steps.get(ranks, {}).keys())
+        both = first.steps[ranks], other.steps.get(ranks, {})
+        common = sum("n" in both[0][at] and "n" in both[1][at] for at in both[0].keys() & both[1].keys())
         lines.append(f"no difference in {common} steps of {len(first.steps)} ranks" if common else "no step in common")
         return lines + [f"without effect: {text}" for text in differing_settings(first, other, ranks, step)], common > 0
     step, link = differences[0].step, differences[0].link
@@ -200,7 +201,7 @@ def _s(seconds: float | None) -> str:
 # `ttprun check`: some steps of the script, with ranks killed at several moments.
 
 
-USAGE = "ttprun check [--steps N] [options of a launch] script.py [script args]"
+USAGE = "ttprun check [--steps N] [--against FILE] [options of a launch] script.py [script args]"
 HELP = """\
 Would your script recover exactly if a rank died? Runs some optimizer steps of it, undisturbed, under ttprun and under
 plain torchrun; both must give the same. Then runs it with one rank killed at several moments: before the first step, in
@@ -216,8 +217,8 @@ last step: code after the training loop does not run.
 EPILOG = """\
 Options before the script that are not listed here are those of a launch: 'ttprun run --help'.
 
-exit codes: 0 every kill was recovered from exactly · 1 not all were, or nothing could be checked (it says why) ·
-            2 the command line cannot be used
+exit codes: 0 every kill was recovered from exactly (--against: nothing differs) · 1 not all were, something differs, or
+            nothing could be checked (it says why) · 2 the command line, or the file of --against, cannot be used
 """
 
 
@@ -230,11 +231,18 @@ def check(words: list[str]) -> int:
         _parser().print_help()
         return 0 if words else 2
     own, checked = read_command_line(words)
-    from ttprun.chaos.trial.check import check_script
+    from ttprun.chaos.trial.check import check_script, run_traced
 
+    golden = read_trace(Path(own.against)) if own.against else None
     signal.signal(signal.SIGTERM, _end)  # so that the copies are removed
     with place_for_runs(own.folder, "ttprun-check-") as place:
         place.mkdir(parents=True, exist_ok=True)
+        if golden is not None:
+            report, trace = run_traced(checked, place, _say, _show_progress)
+            lines, is_same = compare_traces(golden, read_trace(trace)) if not report.problem else ([], False)
+            lines += [*report.tail, *filter(None, [report.problem])]
+            print(json.dumps({"same": is_same, "lines": lines}) if own.as_json else "\n".join(lines))
+            return 0 if is_same else 1
         report = check_script(checked, place, _say, _show_progress)
         if own.as_json:
             print(json.dumps(report.to_json()))
@@ -259,6 +267,11 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--share", action="append", default=[], metavar="NAME",
         help="link this part of the working folder instead of copying it: data that is only read; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--against", metavar="FILE",
+        help="kill no rank: run the steps once, and compare them with a trace of an earlier run (--trace FILE), as "
+        "one in the repository; says what differs first, see 'ttprun diff'",
     )  # fmt: skip
     parser.add_argument("--in-place", action="store_true", help="no copies: all runs write into the working folder")
     parser.add_argument("--limit-s", type=float, default=600.0, metavar="S", help="limit for each run (default 600)")

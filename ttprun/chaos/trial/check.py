@@ -18,6 +18,7 @@ from ttprun.chaos.injected_faults import Fault
 from ttprun.chaos.plain_observer import sitecustomize
 from ttprun.chaos.trial.compare import (
     AT_END,
+    TRACE,
     Moment,
     RunDifference,
     Trial,
@@ -71,6 +72,7 @@ def by_ttprun(checked: CheckTarget, copy: WorkingCopy, folder: Path, faults: Seq
     faults   to be caused in it; empty: none
     """
     options = [*checked.options, "--save-dir", str(folder / "checkpoints"), "--resume", "off", "--allow-faults"]
+    options += ["--trace", str(folder / "notes" / TRACE)]
     for fault in faults:
         options += ["--fault", str(fault)]
     environment = _environment(checked, copy) | strikes.order_observer(folder / "notes", checked.steps)
@@ -214,6 +216,14 @@ def check_script(
     return _Checkup(checked, place, say, so_far).run()
 
 
+def run_traced(
+    checked: CheckTarget, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]
+) -> tuple[CheckReport, Path]:
+    """Run the steps once, without a fault: what has gone wrong, and the trace. As `check_script` otherwise."""
+    checkup = _Checkup(checked, place, say, so_far)
+    return checkup.run_once(), place / "undisturbed" / "notes" / TRACE
+
+
 class _Checkup:
     def __init__(
         self, checked: CheckTarget, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]
@@ -248,6 +258,11 @@ class _Checkup:
         if self._compared:
             self._look_at_what_differs(undisturbed)
         return report
+
+    def run_once(self) -> CheckReport:
+        """One undisturbed launch alone."""
+        self._look_for_problem(self._run("undisturbed", f"{self._checked.steps} steps"), "undisturbed")
+        return self._report
 
     def _trained(self, moments: set[Moment]) -> set[Moment]:
         return {(phase, step) for phase, step in moments if step < self._report.steps}
@@ -287,7 +302,7 @@ class _Checkup:
             report.problem = f"the {what} run: {twin.problem}"
         elif twin.exit_code != 0:
             report.problem = f"the {what} run fails by itself, with exit code {twin.exit_code}"
-        elif not any(rank.digests for rank in trial.notes.values()):
+        elif not any(rank.links for rank in trial.notes.values()):
             why = trial.protection if trial.protection.startswith("off") else "it has taken no optimizer step"
             report.problem = f"the {what} run has ended, and ttprun has seen no optimizer step: {trial.as_users(why)}"
         if report.problem:

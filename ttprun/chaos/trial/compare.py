@@ -7,6 +7,7 @@ and with `compare` for runs that were observed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ttprun.chaos.trial.twins import Twin
-from ttprun.observe.run_directory import Trace
+from ttprun.errors import ConfigError
+from ttprun.observe.run_directory import Links, Trace, read_trace
 
 WITHOUT_LOSS = ("reconnect", "rerun", "replace")
 _CHUNK_BYTES = 1 << 20
@@ -151,7 +153,8 @@ def _describe(line: str | None) -> str:
 
 _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 _DIGEST = re.compile(r" ?[0-9a-f]{32}$")
-WEIGHTS, RANDOM = "weights or optimizer state", "random numbers"
+STATE = {"weights or optimizer state": "pw", "random numbers": "o"}  # what counts -> its links
+TRACE = "trace"  # the file of it among a run's notes
 
 
 @dataclass
@@ -159,13 +162,13 @@ class OfRank:
     """What one rank has noted.
 
     moments   that it has come to
-    digests   boundary -> digests of what is trained, and of the random generators
+    links     step -> digests of it, see LINKS
     record    the last one, (head, blobs); None if it has not come to its last step, or is not recorded
     values    of each step: what its optimizer works with, by words for it (plain_observer)
     """
 
     moments: set[Moment] = field(default_factory=set)
-    digests: dict[int, dict[str, str]] = field(default_factory=dict)
+    links: dict[int, Links] = field(default_factory=dict)
     record: tuple[bytes, bytes] | None = None
     values: list[dict[str, str]] = field(default_factory=list)
 
@@ -174,20 +177,20 @@ Notes = dict[int, OfRank]
 
 
 def read_notes(folder: Path) -> Notes:
-    """All ranks' notes; of a boundary that a rank has passed twice, the later ones."""
+    """All ranks' notes; of a step that a rank has taken twice, the later ones."""
     notes: Notes = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         rank = OfRank()
         for line in path.read_text(encoding="utf-8").splitlines():
             note: dict[str, Any] = json.loads(line)
-            if "moment" in note:
-                rank.moments.add((note["moment"], note["step"]))
-            else:
-                rank.digests[note["boundary"]] = {WEIGHTS: note["trained"], RANDOM: note["random"]}
+            rank.moments.add((note["moment"], note["step"]))
         head, blobs = path.with_suffix(".head"), path.with_suffix(".blobs")
         if head.exists() and blobs.exists():
             rank.record = head.read_bytes(), blobs.read_bytes()
         notes[int(path.stem.removeprefix("rank"))] = rank
+    with contextlib.suppress(ConfigError):  # no rank has taken a step
+        for number, links in read_trace(folder / TRACE).steps.items():
+            notes.setdefault(number, OfRank()).links = links
     for path in sorted(folder.glob("plain*.jsonl")):
         lines = path.read_text(encoding="utf-8").splitlines()
         notes.setdefault(int(path.stem.removeprefix("plain")), OfRank()).values = list(map(json.loads, lines))
@@ -215,11 +218,13 @@ def differences_by_step(disturbed: Notes, undisturbed: Notes) -> list[RunDiffere
     differences = []
     for rank, expected in undisturbed.items():
         got = disturbed.get(rank, OfRank())
-        for what in (WEIGHTS, RANDOM):
-            both = sorted(got.digests.keys() & expected.digests.keys())
-            first = next((at for at in both if got.digests[at][what] != expected.digests[at][what]), None)
+        traces = Trace({rank: expected.links}), Trace({rank: got.links})
+        for what, letters in STATE.items():
+            first = min((each.step for each in trace_differences(*traces, letters)), default=None)
             if first is not None:
-                differences.append(RunDifference(first, f"{what} of rank {rank}", f"after step {first - 1}"))
+                chain = trace_differences(*traces)[0]
+                detail = f"after step {first - 1} (in step {chain.step}: {chain.why})"
+                differences.append(RunDifference(first, f"{what} of rank {rank}", detail))
     return sorted(differences)
 
 
@@ -346,12 +351,12 @@ def _compare_what_is_left(trial: Trial, other: Trial, kinds: Kinds = TWINS) -> l
 
 # Letter of a link -> what follows if it is the first that differs; in the order in which the links come to be.
 LINKS = {
-    "p": "same gradients, other weights or optimizer state after step {before}: the optimizer's kernel or device",
     "o": "other random numbers than before: something draws more or fewer of them after the loss of step {before}",
+    "p": "same gradients, other weights or optimizer state after step {before}: the optimizer's kernel or device",
     "n": "{here} batches/losses instead of {there}: {counted}",
+    "q": "other random numbers {when}: an evaluation with dropout draws them, or another kind of sampler",
     "x": "other samples in the batch: {samples}",
     "b": "another batch{same}: the data, its augmentation, or the workers that load it",
-    "q": "same batch, other random numbers when it is used: an evaluation with dropout, or augmentation, draws them",
     "w": "same weights after step {before}, other ones now: something else than the optimizer has changed them",
     "l": "same batch, random numbers and weights, another loss ({loss}): kernel, device, or the model itself",
     "i": "same loss, other gradient{parts} before ranks reduce it: kernel or device",
@@ -395,20 +400,27 @@ def aligned(first: Trace, other: Trace) -> tuple[Trace, int]:
     return other, 0
 
 
-def trace_differences(first: Trace, other: Trace) -> list[LinkDifference]:
-    """The first link of each rank that is another one in `other`, the earliest first."""
+def trace_differences(first: Trace, other: Trace, letters: Iterable[str] = LINKS) -> list[LinkDifference]:
+    """The first link of each rank, of those with these letters, that is another one in `other`, the earliest first."""
     differences = []
     for rank in first.steps.keys() & other.steps.keys():
         expected, got = first.steps[rank], other.steps[rank]
-        start = max(next(iter(expected)), next(iter(got)))
+        start = max(min(expected, default=0), min(got, default=0))
         for step in sorted(expected.keys() & got.keys()):
-            here, there = got[step], expected[step]
-            letter = next((each for each in LINKS if each in here and each in there and here[each] != there[each]), "")
-            if letter:
+            if letter := _first_link(got[step], expected[step], step == start, letters):
                 why = _why(letter, first, other, rank, step, step == start)
                 differences.append(LinkDifference(step, [*LINKS].index(letter), rank, why))
                 break
     return sorted(differences)
+
+
+def _first_link(here: Links, there: Links, is_start: bool, letters: Iterable[str]) -> str:
+    """The letter of the first link that differs, "" if none does.
+
+    At the start another sampler, or another place in the data, comes before the random numbers that it draws.
+    """
+    differing = [each for each in letters if each in here and each in there and here[each] != there[each]]
+    return "x" if is_start and differing[:1] == ["q"] and "x" in differing else "".join(differing[:1])
 
 
 def _why(letter: str, first: Trace, other: Trace, rank: int, step: int, is_start: bool) -> str:
@@ -431,6 +443,7 @@ def _why(letter: str, first: Trace, other: Trace, rank: int, step: int, is_start
         there=there.get(letter),
         counted=counted,
         samples=samples,
+        when="before the batch is loaded" if "x" in here else "before the backward pass",
         same=" of the same samples" if "x" in here else "",
         loss=f"{here.get('v')} instead of {there.get('v')}",
         parts=f" of {', '.join(differing)}" if differing else "",
