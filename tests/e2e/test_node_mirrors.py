@@ -115,3 +115,39 @@ def test_a_lost_node_that_nobody_replaces_leaves_a_checkpoint_that_has_its_parts
     assert run.exit_code == 143, run.story()
     assert "resumed from step 11" in leader.output, leader.story()
     assert_same_weights(runs, undisturbed(FSDP, 2))
+
+
+@pytest.mark.parametrize(("kind", "phase"), [("hccl", "backward"), ("nccl", "in_step")])
+def test_a_node_with_devices_is_lost_and_the_next_one_has_the_mirrors_of_its_ranks(
+    undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, phase: str
+) -> None:
+    arguments = ["--layout=fsdp2", "--blocks=3", "--steps=16"]
+    fault = f"sleep:rank=1,step=8,phase={phase}"
+    reference = undisturbed("device_layouts.py", 2, arguments, device="npu")
+    monkeypatch.setenv("SIMULATED_NPU_KIND", kind)
+    with Nodes(3) as nodes:
+
+        def start(number: int) -> Launch:
+            return start_ttprun(
+                "device_layouts.py",
+                1,
+                tmp_path / str(number),
+                options=[*nodes.rendezvous(number, "2:3"), "--node-wait-s", "60", "--buddy", "node"],
+                faults=[fault],
+                script_args=arguments,
+                out=tmp_path / "out",
+                device="npu",
+                within=nodes.inside(number),
+            )
+
+        launches = [start(number) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 1 ")
+        lead = leading(launches)
+        spare = start(2)
+        launches[lead].wait_for_event("fault_injected", rank=1)
+        nodes.end_processes(1 - lead)
+        leader, runs = finished([launches[lead], spare])
+
+    assert [(one["kind"], one["rung"], one["steps_lost"]) for one in leader.incidents] == [("node-lost", "replace", 0)]
+    assert_same_weights(runs, reference)
