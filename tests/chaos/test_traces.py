@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ttprun.cli.main import main
-from ttprun.observe.run_directory import TRACE_HEAD, read_trace
+from ttprun.errors import ConfigError
+from ttprun.observe.run_directory import TRACE_HEAD, begin_trace, read_trace
 
 STEP = "o11 p22 x33 u44 b55 q66 l77 v0.5 i88 g99 G0000ffff h00"
 
@@ -122,3 +123,21 @@ def test_a_file_that_is_no_trace_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_the_trace_of_a_run_is_known_by_the_runs_directory(tmp_path: Path) -> None:
+    trace = write(tmp_path / "a", *steps())
+    (tmp_path / "config.yaml").write_text(f"standbys: 1\ntrace: {trace}\nmindio: false\n")
+
+    assert read_trace(tmp_path).steps == read_trace(Path(trace)).steps
+
+
+def test_a_job_that_may_resume_adds_to_its_trace_and_any_other_begins_it_anew(tmp_path: Path) -> None:
+    trace = write(tmp_path / "a", *steps())
+
+    assert begin_trace(trace, may_resume=True) == trace
+    assert len(read_trace(Path(trace)).steps[0]) == 4
+    begin_trace(trace, may_resume=False)
+    assert Path(trace).read_text() == f"{TRACE_HEAD}\n"
+    with pytest.raises(ConfigError, match=r"--trace: '.*' cannot be written"):
+        begin_trace(str(tmp_path / "no" / "folder"), may_resume=False)

@@ -102,9 +102,9 @@ def run(words: Sequence[str]) -> int:
     directory = RunDirectory.create(name, config.run_dir)
     save_dir = str(CheckpointStore(config.save_dir or directory.path / "checkpoints").save_dir)
     config = config.model_copy(update={"run_dir": str(directory.path), "save_dir": save_dir})
-    if config.trace is not None:
-        config = config.model_copy(update={"trace": begin_trace(config.trace, invocation.is_place_named)})
     try:
+        if config.trace is not None:
+            config = config.model_copy(update={"trace": begin_trace(config.trace, invocation.is_place_named)})
         launch_config, entrypoint, arguments = launch_arguments(torchrun, directory)
         check_launch(launch_config, config)
         # Escaped, since an argument may hold a line's end, or bytes that are not valid Unicode.
