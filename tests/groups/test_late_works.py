@@ -175,3 +175,29 @@ def test_the_backend_gets_the_options_that_the_script_has_given(monkeypatch: pyt
     device_link._registered("hccl")(dist.HashStore(), member(options="a high priority"))
 
     assert given == ["a high priority"]
+
+
+def test_a_communicator_of_a_stopped_device_is_aborted_once_that_is_restarted() -> None:
+    orders: list[str] = []
+
+    class OfStopped(Backend):
+        is_stopped = True
+
+        def abort_hccl_comm(self, reason: str) -> None:
+            if self.is_stopped:
+                raise RuntimeError("FORCE STOP, error code is 107022")
+            orders.append(reason)
+
+    link, work, _ = issued()
+    link.backend, link.needs_stop = backend, _ = OfStopped(Operation()), True
+
+    link.abort()
+    link.drop()
+    before = list(orders)
+    backend.is_stopped = False
+    issued()
+
+    assert before == []
+    assert orders == ["its generation is over"]
+    with pytest.raises(RuntimeError, match=ABORTED):
+        work.wait()

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun import torch_versions
 from ttprun.device import accelerator
+from ttprun.device.device_errors import DeviceErrors, DeviceFault
 from ttprun.groups.connection import Communicators, ExchangeStore, GroupMember, Link, leak
 from ttprun.groups.operations import BATCH, POINT_TO_POINT, tensors_in
 from ttprun.introspect import fail_open
@@ -35,6 +36,7 @@ ABORTED = "the communicator was aborted, as its generation is over"
 _NOT_ENDED = "a collective whose peer is lost cannot be ended"
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 200e-6
+_to_abort: list[Callable[[], Any]] = []  # communicators of a device that was stopped: not before it is restarted
 destroying: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they run destructors of backends
 _SUCCESSES = (0, 1)  # c10d's WorkResult: unknown, success; then a time-out, and an error of the communicator
 
@@ -87,6 +89,8 @@ class LateLink:
     is_late = True
 
     def __init__(self, member: GroupMember, device_type: str, make: Callable[[Any, GroupMember], Any]) -> None:
+        while _to_abort:
+            _to_abort.pop()()
         prefix = f"group {member.key}/{device_type}/"
         communicators = Communicators(member, device_type, prefix)
         connects_now = communicators.meet()
@@ -256,7 +260,13 @@ class LateLink:
             self._communicators.is_left = True
             return
         if (abort := _abort_of(backend)) is not None:
-            abort()
+            try:
+                abort()
+            except RuntimeError as error:
+                # A device that is stopped does nothing any more, and takes no orders.
+                if DeviceErrors({}).diagnose(error).fault is not DeviceFault.FORCED_STOP:
+                    raise
+                _to_abort.append(abort)
 
     def close(self) -> None:
         """See `Link.close`. All members must: the last operations of a communicator are collective."""
