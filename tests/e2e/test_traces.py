@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import EPOCHS, SCRIPTS, Run, environment
+from tests.e2e.harness import EPOCHS, SCRIPTS, Launch, Run, StartTtprun, environment
 
 MOST_BYTES = 200  # of a step of a rank
 
@@ -101,3 +102,24 @@ def test_a_script_is_checked_against_a_golden_trace(references: dict[int, Path])
     assert said[""] == (0, "no difference in 14 steps of 2 ranks\n")
     assert said["weight"] == (1, "step 12, rank 1: same weights after step")
     assert said["sampler"] == (1, "step 0: other samples in the batch: the ")
+
+
+def test_a_job_that_is_preempted_and_resumes_leaves_the_same_chain(start_ttprun: StartTtprun, tmp_path: Path) -> None:
+    """One process without a process group; what it neither seeds nor draws has other states in its second process."""
+
+    def launch(name: str) -> Launch:
+        options = ["--save-dir", str(tmp_path / name), "--trace", str(tmp_path / f"{name}.trace")]
+        words = ["--gate", str(tmp_path / "gate")]
+        return start_ttprun("each_for_itself.py", 1, options=options, script_args=words, out=tmp_path / f"{name}.out")
+
+    preempted = launch("twice")
+    preempted.wait_for_line(0, "step 10 ")
+    preempted.process.send_signal(signal.SIGTERM)
+    first = preempted.finish()
+    for step in range(10, 41):
+        (tmp_path / f"gate{step}").touch()
+    runs = [launch(name).finish() for name in ("twice", "once")]
+
+    assert [first.exit_code, *(run.exit_code for run in runs)] == [143, 0, 0], first.story()
+    assert runs[0].status["resume"]["boundary"] == 10, runs[0].story()
+    assert diff(tmp_path / "once.trace", tmp_path / "twice.trace") == (0, ["no difference in 40 steps of 1 rank"])

@@ -66,7 +66,7 @@ class Tracer:
         self._links: dict[str, str] = {}
         self._rolling: defaultdict[str, Any] = defaultdict(xxhash.xxh3_64)
         self._batches = self._losses = self._samples = 0
-        self._untouched: random_state.RngState = {}
+        self._untouched: set[str] = set()
         self._said: dict[str, Any] = {}
         self._new: dict[str, Any] = {}
         self._parameters = -1
@@ -74,8 +74,15 @@ class Tracer:
         self._follow_backward()
 
     def begin(self) -> None:
-        """A run of the script begins. Generators that are neither seeded nor drawn from have the system's states."""
-        self._untouched = random_state.capture()
+        """A run of the script begins. Generators that are neither seeded nor drawn from have the system's states.
+
+        A job that resumes has those of the run before, whose digests are in the trace.
+        """
+        self._untouched = {_digest(state) for state in random_state.capture().items()}
+        self._new["untouched"] = sorted(self._untouched)
+        with contextlib.suppress(OSError, ValueError), open(self._path, encoding="utf-8") as file:
+            own = (line.split(" ", 3)[3] for line in file if line.startswith(f"@ {self._rank} "))
+            self._untouched.update(*(json.loads(said).get("untouched", ()) for said in own))
         self._forget_step()
 
     def reached(self, moment: str) -> None:
@@ -171,8 +178,8 @@ class Tracer:
 
     def _random(self) -> str:
         """Digest of the generators that the script has seeded or drawn from."""
-        now = random_state.capture()
-        return _digest([[name, state] for name, state in now.items() if state != self._untouched.get(name)])
+        now = random_state.capture().items()
+        return _digest([state for state in now if _digest(state) not in self._untouched])
 
     def _write(self, step: int, counted: str) -> None:
         """Add the line of this step, and what is new of the surroundings, in one write."""

@@ -19,6 +19,7 @@ from ttprun.chaos.trial.drill import Scenario, command_of, read_scenario
 from ttprun.chaos.trial.twins import place_for_runs
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import shipped
+from ttprun.errors import counted
 from ttprun.observe.run_directory import Trace, read_trace
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def compare_traces(first: Trace, second: Trace) -> tuple[list[str], bool]:
     if len(first.steps) != len(other.steps):
         at = differing_samples(first, other)
         lines.append(
-            f"{len(other.steps)} ranks instead of {len(first.steps)}: their losses and gradients cannot be equal, and "
+            f"{counted(len(other.steps), 'rank')} instead of {len(first.steps)}: their losses and gradients cannot be equal, and "
             "only what the ranks have together is compared"
         )
         lines.append(f"step {at}: other samples in the batches" if at is not None else "the same samples in each step")
@@ -111,7 +112,11 @@ def compare_traces(first: Trace, second: Trace) -> tuple[list[str], bool]:
     if not differences:
         both = first.steps[ranks], other.steps.get(ranks, {})
         common = sum("n" in both[0][at] and "n" in both[1][at] for at in both[0].keys() & both[1].keys())
-        lines.append(f"no difference in {common} steps of {len(first.steps)} ranks" if common else "no step in common")
+        lines.append(
+            f"no difference in {counted(common, 'step')} of {counted(len(first.steps), 'rank')}"
+            if common
+            else "no step in common"
+        )
         return lines + [f"without effect: {text}" for text in differing_settings(first, other, ranks, step)], common > 0
     step, link = differences[0].step, differences[0].link
     same = [each for each in differences if (each.step, each.link) == (step, link)]

@@ -364,6 +364,7 @@ LINKS = {
     "c": "same gradients after the backward pass, other ones when the optimizer takes them: clipping or scaling",
     "h": "same gradients, other settings of the optimizer: learning rate, weight decay or the like",
 }
+_OWN_OF_RUN = ("parameters", "untouched")
 _AT_FIRST = {
     "p": "other weights from the start: the seed by which they are made, or another checkpoint",
     "o": "other random numbers from the start: the seed",
@@ -455,7 +456,7 @@ def _why(letter: str, first: Trace, other: Trace, rank: int, step: int, is_start
 def differing_settings(first: Trace, other: Trace, rank: int, step: int) -> list[str]:
     """What was set otherwise in a step, "threads of torch: 4 instead of 1"."""
     there, here = first.settings_at(rank, step), other.settings_at(rank, step)
-    both = [name for name in there if name in here and name != "parameters" and there[name] != here[name]]
+    both = [name for name in there if name in here and name not in _OWN_OF_RUN and there[name] != here[name]]
     return [f"{name}: {here[name]} instead of {there[name]}" for name in both]
 
 
