@@ -103,7 +103,7 @@ def compare_traces(first: Trace, second: Trace) -> tuple[list[str], bool]:
     if len(first.steps) != len(other.steps):
         at = differing_samples(first, other)
         lines.append(
-            f"{counted(len(other.steps), 'rank')} instead of {len(first.steps)}: their losses and gradients cannot be equal, "
+            f"{counted(len(other.steps), 'rank')} instead of {len(first.steps)}: losses and gradients cannot be equal, "
             "and only what the ranks have together is compared"
         )
         lines.append(f"step {at}: other samples in the batches" if at is not None else "the same samples in each step")
