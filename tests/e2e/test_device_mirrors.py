@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import forms
-from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, assert_same_outcome
+from tests.e2e.harness import SCRIPTS, RunTtprun, Undisturbed, assert_only_replaced, assert_same_outcome
 
 SCRIPT = "device_layouts.py"
 ARGUMENTS = ["--layout=fsdp2", "--blocks=3", "--steps=16"]
@@ -87,6 +87,24 @@ def test_experts_with_one_holder_on_a_device_are_replaced_and_nothing_differs(
     faults = [f"kill:rank={at},step={4 + 4 * at},phase={phase}" for at, phase in enumerate(phases.split())]
 
     run = run_ttprun(script, 2, script_args=arguments, faults=faults, device="npu")
+
+    assert_only_replaced(run, incidents=2)
+    assert_same_outcome(run, reference)
+
+
+@pytest.mark.parametrize("kind", ["hccl", "nccl"])
+def test_a_rank_that_is_lost_twice_while_its_mirror_is_written_loses_no_step(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """The device is busy for a second behind the step, before which the copy cannot end."""
+    script, begins = tmp_path / "is_busy.py", "data = TensorDataset("
+    busy = "optimizer.register_step_post_hook(lambda *_: torch.npu._sleep(1000) if done in (8, 9) else None)"
+    script.write_text((SCRIPTS / SCRIPT).read_text().replace(begins, f"{busy}\n{begins}"))
+    reference = undisturbed(SCRIPT, 2, script_args=ARGUMENTS, device="npu")
+    monkeypatch.setenv("SIMULATED_NPU_KIND", kind)
+    faults = ["kill:rank=1,step=8,phase=after_step", "kill:rank=1,step=9,phase=after_step"]
+
+    run = run_ttprun(str(script), 2, faults=faults, script_args=ARGUMENTS, device="npu")
 
     assert_only_replaced(run, incidents=2)
     assert_same_outcome(run, reference)
