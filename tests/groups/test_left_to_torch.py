@@ -157,3 +157,20 @@ def test_whatever_a_devices_module_lacks_its_backend_is_left_to_torch(
     why_not = script_calls._why_not({"npu": "hccl"})
 
     assert why_not.text == f"torch.npu has no {name}, without which nothing on such a device is repaired"
+
+
+def capture_on_an_npu(rank: int, path: str) -> str:
+    """What is reported once the capture has begun."""
+    sys.path.insert(0, path)
+    from torch_npu import npu
+
+    graph = npu.NPUGraph()
+    graph.capture_begin()
+    graph.capture_end()
+    return unprotected()
+
+
+def test_a_graph_of_an_npu_ends_protection_before_it_is_captured() -> None:
+    found = run_world(capture_on_an_npu, simulated_npu.on_path())
+
+    assert found == [script_calls.REASON.text] * 2

@@ -114,6 +114,7 @@ CALLS: dict[str, Call] = {
     "torch_npu.npu.synchronize": ((0,), {}),
     "torch.distributed._symmetric_memory.rendezvous": ((THING,), {"group": "0"}),
     "torch.cuda.graphs.CUDAGraph.capture_begin": ((THING,), {"pool": None}),
+    "torch_npu.npu.NPUGraph.capture_begin": ((THING,), {"pool": None}),
     "torch.amp.grad_scaler.GradScaler._maybe_opt_step": ((THING, THING, {}), {"closure": None}),
     "torch.amp.grad_scaler.GradScaler.update": ((THING,), {"new_scale": 2.0}),
     "torch.amp.grad_scaler.GradScaler.step": ((THING, THING), {"closure": None}),

@@ -12,6 +12,10 @@ from typing import Literal
 from ttprun.introspect.patching import Patch
 
 _C10D = "torch.distributed.distributed_c10d"
+_CAPTURING: tuple[tuple[str, str, Literal["script", "imported"]], ...] = (
+    ("torch.cuda.graphs", "CUDAGraph", "script"),
+    ("torch_npu.npu", "NPUGraph", "imported"),
+)
 _SYNCHRONIZING: tuple[tuple[str, Literal["script", "imported"]], ...] = (
     ("torch.cuda", "script"),
     ("torch.accelerator", "imported"),
@@ -81,11 +85,15 @@ PATCHES: tuple[Patch, ...] = (
         "groups.script_calls:wrap_batch_isend_irecv",
         "over a device's backend, to start the batch together, as torch does for groups of its own only",
     ),
-    Patch(
-        "torch.cuda.graphs",
-        "CUDAGraph.capture_begin",
-        "groups.script_calls:wrap_capture_begin",
-        "to know that the script captures its work in graphs: no rank is replaced from then on",
+    *(
+        Patch(
+            module,
+            f"{graph}.capture_begin",
+            "groups.script_calls:wrap_capture_begin",
+            "to know that the script captures its work in graphs: no rank is replaced from then on",
+            where,
+        )
+        for module, graph, where in _CAPTURING
     ),
     *(
         Patch(

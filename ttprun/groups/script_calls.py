@@ -326,7 +326,7 @@ _LIMIT_S = 5.0  # for operations that were issued before the capture
 
 
 def wrap_capture_begin(original: Any) -> Any:
-    """CUDAGraph.capture_begin, by which all of them begin."""
+    """capture_begin of CUDA's graphs and of torch_npu's, by which all of them begin."""
 
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = current()
