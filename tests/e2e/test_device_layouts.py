@@ -5,6 +5,8 @@ The simulated NPU is at least as strict as real ones: csrc/kind.h has its except
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.e2e.harness import (
@@ -35,6 +37,24 @@ def test_a_rank_whose_shards_nobody_else_has_sends_all_back_to_a_snapshot_and_th
 
     assert [(one["rung"], one["outcome"]) for one in result.incidents] == [("rewind", "recovered")], result.story()
     assert (result.exit_code, result.final, result.hashes) == (0, reference.final, reference.hashes), result.story()
+
+
+@pytest.mark.parametrize("hook", ["powersgd", "halves"])
+def test_a_hook_of_ddp_issues_its_collectives_in_one_order_and_two_losses_are_replaced(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """Under torchrun PowerSGD is other from run to run on the simulated NPU: its callbacks' streams race for memory."""
+    monkeypatch.setenv("SIMULATED_NPU_KIND", "nccl")
+    arguments = arguments_of("ddp", hook)
+    alone: dict[str, Any] = {"script_args": arguments, "device": NPU}
+    reference = run_ttprun(SCRIPT, 2, **alone) if hook == "powersgd" else undisturbed(SCRIPT, 2, arguments, device=NPU)
+    assert reference.exit_code == 0, reference.story()
+
+    faults = ["kill:rank=1,step=5,phase=backward", "kill:rank=0,step=9,phase=collective"]
+    result = run_ttprun(SCRIPT, 2, faults=faults, **alone)
+
+    assert_same_outcome(result, reference)
+    assert_only_replaced(result, incidents=2)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ parser.add_argument(
     "--with",
     dest="more",
     default="",
-    help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise,times,peak,...",
+    help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise,times,peak,powersgd,...",
 )
 parser.add_argument("--steps", type=int, default=24)
 parser.add_argument("--width", type=int, default=128)
@@ -30,6 +30,7 @@ if args.share:  # NCCL reads them when it makes its first communicator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -96,7 +97,12 @@ if "syncbn" in more:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
 trained = model
 if args.layout == "ddp":
-    trained = DistributedDataParallel(model)
+    trained = DistributedDataParallel(model, bucket_cap_mb=0.01 if more & {"powersgd", "halves"} else None)
+    if "powersgd" in more:  # each bucket's all-reduce is followed by two more, which its callbacks issue
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+        trained.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    if "halves" in more:
+        trained.register_comm_hook(None, default_hooks.fp16_compress_hook)
 elif args.layout in ("fsdp2", "hsdp"):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

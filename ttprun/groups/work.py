@@ -108,10 +108,18 @@ class ManagedWork(Work):
 
     @signal_handlers.gate_from_c
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors; it stays pending during a recovery."""
+        """A future of the output tensors; it stays pending during a recovery.
+
+        On a device a callback that Python code puts behind it runs at once, as on NCCL's and HCCL's futures: so the
+        collectives that it issues (PowerSGD's) are in one order in all ranks. The host waits for that.
+        """
         entry = self._entry
         if entry.future is not None:
             return entry.future
+        if entry.op == "allreduce" and not entry.outputs[0].is_cpu:
+            caller = sys._getframe(1).f_back
+            if caller is not None and is_called_by_python(caller, "get_future"):
+                self._wait()
         future = entry.make_future()
         if entry.is_done:
             entry.settle(entry.outputs)
