@@ -39,6 +39,19 @@ def test_each_error_of_a_device_is_answered_in_its_way_and_nothing_differs(
     assert [started.count(rank) for rank in (0, 1)] == processes
 
 
+@pytest.mark.parametrize("phase", ["forward", "before_step"])
+def test_failed_memory_of_fsdp2_is_repaired_in_the_same_process_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str
+) -> None:
+    arguments = ["--layout=fsdp2", "--blocks=3", "--steps=9"]
+    reference = undisturbed(LAYOUTS, 2, script_args=arguments, device=NPU)
+
+    result = run_ttprun(LAYOUTS, 2, faults=[f"uce-high:rank=1,step=6,phase={phase}"], script_args=arguments, device=NPU)
+
+    assert_recovered_by(result, ["rerun"])
+    assert_same_outcome(result, reference)
+
+
 def test_a_replacement_that_comes_before_the_lost_ones_memory_is_tried_again_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

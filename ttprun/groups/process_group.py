@@ -318,6 +318,10 @@ class ManagedGroup(SeenByTorch):
         self.buckets.end_step()
         self.gathers.end_step()
 
+    def forget_run(self) -> None:
+        """The script's run is over: hold none of its tensors, in which memory may have failed."""
+        self.buckets, self.gathers = Buckets(self), Gathers()
+
     def is_repaired(self, device_type: str) -> bool:
         """Whether operations on tensors of this device are repaired."""
         name = self.backends.get(device_type)

@@ -115,6 +115,8 @@ class Recovery:
         with self._session[Journal].lock:
             self._session[Journal].is_frozen = False
         self._session[Journal].clear()
+        for group in generations.all_groups(self._session):
+            group.forget_run()
 
     def take(self, message: Message) -> None:
         """Handle a message: at once if that cannot block, otherwise on the working thread."""
