@@ -139,5 +139,10 @@ def test_a_job_that_may_resume_adds_to_its_trace_and_any_other_begins_it_anew(tm
     assert len(read_trace(Path(trace)).steps[0]) == 4
     begin_trace(trace, may_resume=False)
     assert Path(trace).read_text() == f"{TRACE_HEAD}\n"
+    script = tmp_path / "train.py"  # ttprun --trace train.py: the file was left out
+    script.write_text("print()")
+    with pytest.raises(ConfigError, match=r"--trace: '.*' is there, and is not a trace"):
+        begin_trace(str(script), may_resume=False)
+    assert script.read_text() == "print()"
     with pytest.raises(ConfigError, match=r"--trace: '.*' cannot be written"):
         begin_trace(str(tmp_path / "no" / "folder"), may_resume=False)

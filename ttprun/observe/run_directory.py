@@ -381,13 +381,19 @@ def read_trace(path: Path) -> Trace:
 
 
 def begin_trace(name: str, may_resume: bool) -> str:
-    """Make the file of --trace; returns its full path. Raises ConfigError.
+    """Make the file of --trace; returns its full path. Raises ConfigError, also if it is there and is no trace.
 
     may_resume   the same command may have begun it: its steps are added to it then
     """
     path = Path(name).absolute()
     try:
-        if not (may_resume and path.is_file() and path.read_bytes().startswith(TRACE_HEAD.encode())):
+        with open(path, "a+b") as file:
+            file.seek(0)
+            before = file.read(len(TRACE_HEAD))
+        is_trace = before == TRACE_HEAD.encode()
+        if before and not is_trace:
+            raise ConfigError(f"--trace: '{name}' is there, and is not a trace", "name a new file, or remove that one")
+        if not (may_resume and is_trace):
             path.write_text(TRACE_HEAD + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--trace: '{name}' cannot be written ({error.strerror})", "name another file") from None

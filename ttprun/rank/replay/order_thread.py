@@ -3,8 +3,8 @@
 Begin with `Recovery.take`. The agent's orders are in `protocol/to_rank.py`: `Freeze` (a rank is lost: stop before the
 next commit, break the connections, report the boundary), `SendState` and `FetchState` (the repair), `LoadState` (from a
 snapshot), `Dump` (a checkpoint), `Resume` (connect in the new generation and issue the journal again); what is done for
-each: recovery_orders.py. A newer generation interrupts an older one at every wait: what a
-further loss comes to meanwhile is decided by the rows of REPLAYING in `ttprun/recovery/machine.py`.
+each: recovery_orders.py. A newer generation interrupts an older one at every wait: what a further loss comes to
+meanwhile is decided by the rows of REPLAYING in `ttprun/recovery/machine.py`.
 """
 
 from __future__ import annotations
