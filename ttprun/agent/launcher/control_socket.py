@@ -235,7 +235,7 @@ class Requests:
         return Accepted(after=before)
 
     def _drain(self, number: int) -> Reply:
-        """Have a node that waits take the place of one that trains: as if that one was lost, but it may say goodbye."""
+        """Have a node that waits take the place of one that trains, which is lost from now on, and hears why."""
         node, peers, leader = self.node, self.node.peers, self.leader
         if not 0 <= number < peers.size:
             raise ValueError(f"there are nodes 0 to {peers.size - 1}")
