@@ -207,8 +207,8 @@ def drain(
     """Let a node that waits take the place of one that trains, for maintenance; ask on the node whose agent leads.
 
     The ranks of the node are ended and start on the other node from their copied records; its launcher ends. It may
-    come back as a spare. The node that leads cannot be drained. Do not drain in a job's last steps: it is as if the node
-    had died then.
+    come back as a spare. The node that leads cannot be drained. Do not drain in a job's last steps: it is as if
+    the node had died then.
 
     Exit code: 0 the other node trains, 1 the job had to go another way, 2 refused: the node trains on as it is.
     """
