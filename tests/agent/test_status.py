@@ -65,6 +65,7 @@ def test_an_incident_is_recovered_when_a_step_has_been_completed_after_it_or_all
     node.begin_group([(0, 0)])
 
     incidents.note(replace(incident, outcome="recovered", phase="RUNNING", boundary=8, ranks=(0,), total_s=0.5))
+    incidents.note_setup(0.25)
     node.board.set(0, Field.APPLIED, applied)
     incidents.look()
     shown = [incidents.published()[0].outcome]
@@ -72,7 +73,8 @@ def test_an_incident_is_recovered_when_a_step_has_been_completed_after_it_or_all
     shown.append(incidents.published()[0].outcome)
 
     assert shown == outcomes
-    assert incidents.published()[0].total_s == 0.5
+    published = incidents.published()[0]
+    assert (published.total_s, published.setup_s, published.first_step_s is not None) == (0.5, 0.25, applied == 9)
     run.release()
 
 

@@ -24,7 +24,7 @@ RANKS = tuple(RankStatus(rank, rank, 4000 + rank, "running", 41, "COMPUTING", 0.
 REASON = "rank 1 was killed by SIGKILL in step 41, in backward; state of boundary 41 from rank 0 [long]"
 INCIDENT = IncidentStatus(
     1, "signal 9", (1,), "replace", "recovered", REASON, 0.002, 0.011, 0.0, 0.31, 0.04, 0.05, 0.006, 0.42, 0, 41,
-    had_standby=False, equal=("rank 1: 1 loss in step 41",),
+    had_standby=False, setup_s=0.2, first_step_s=0.3, equal=("rank 1: 1 loss in step 41",),
     not_proved=("game (sim.Game): it can change, and does not show its state", "rank 1: loss number 1 of step 41"),
 )  # fmt: skip
 
@@ -89,6 +89,8 @@ def test_what_was_found_equal_is_shown_where_it_is_asked_for_and_always_whether_
     assert proof not in usual
     assert proof in capsys.readouterr().out
     assert "incident 1: no standby was ready: the new process imported torch first" in usual
+    assert "incident 1: of the replay the script's own set-up took 0.200 s" in usual
+    assert "incident 1: 0.300 s after it all ranks had completed a step" in usual
 
 
 def test_the_schema_names_every_field_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:

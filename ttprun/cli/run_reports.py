@@ -90,6 +90,10 @@ def sentences_of(incident: IncidentStatus, proofs: bool = True) -> list[str]:
         True: ["a standby was ready"],
         False: ["no standby was ready: the new process imported torch first"],
     }[incident.had_standby]
+    if incident.setup_s:
+        sentences.append(f"of the replay the script's own set-up took {_seconds(incident.setup_s)} s")
+    if incident.first_step_s is not None:
+        sentences.append(f"{_seconds(incident.first_step_s)} s after it all ranks had completed a step")
     sentences += [f"equal: {noun}" for noun in incident.equal] if proofs else []
     return sentences + [f"not proved: {sentence}" for sentence in incident.not_proved]
 

@@ -76,6 +76,8 @@ class IncidentStatus:
     not_proved  what of the replaced ranks can change and is in no record: they have it as the script's set-up makes it;
                 and what could not be compared, or need not be equal and was not
     had_standby  a standby was ready for each lost rank; null if none was needed
+    setup_s      what the script's own set-up took of the replay: imports, device, model, data, the first forward pass
+    first_step_s  from the end of the incident until all ranks had completed a step, and this was seen
     reason_kind  the kind of that reason, for `ttprun explain`; "" if it has none
     why         the reason alone, as it was first given
     """
@@ -101,6 +103,8 @@ class IncidentStatus:
     reason_kind: str = ""
     why: str = ""
     had_standby: bool | None = None
+    setup_s: float | None = None
+    first_step_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
+import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 
@@ -106,6 +108,7 @@ class Incidents:
         self._node = node
         self._incidents: dict[int, Incident] = {}
         self._compared: dict[int, tuple[list[str], list[str]]] = {}  # incident -> what was equal, what is not proved
+        self._parts: defaultdict[int, dict[str, float]] = defaultdict(dict)  # of what took how many seconds
         self.resume: ResumeStatus | None = None
         self.not_proved = NotProved()
         self.changes = 0
@@ -124,7 +127,11 @@ class Incidents:
 
     def look(self) -> None:
         """Confirm what was repaired, if all ranks here have completed a step since, or have finished."""
-        self._confirm([incident for incident in self._unconfirmed if self._has_helped(incident)])
+        helped = [incident for incident in self._unconfirmed if self._has_helped(incident)]
+        for incident in helped:
+            ended_s = incident.opened_at_s - (incident.detect_s or 0.0) + (incident.total_s or 0.0)
+            self._parts[incident.id]["first_step_s"] = time.monotonic() - ended_s
+        self._confirm(helped)
 
     def _has_helped(self, incident: Incident) -> bool:
         node = self._node
@@ -195,6 +202,11 @@ class Incidents:
         times = sum((fault.rank, fault.kind) == (rank, kind) for fault in job.faults)
         return f"trying again, {times + 1} of {job.settings.exception_retries + 1}"
 
+    def note_setup(self, took_s: float | None) -> None:
+        """A replacement has replayed; of that its script's own set-up took so long (None: it had none)."""
+        parts = self._parts[max(self._incidents, default=0)]
+        parts["setup_s"] = max(parts.get("setup_s", 0.0), took_s or 0.0)
+
     def note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
         """A rank was compared with the one whose place it takes; its newest incident gets the result.
 
@@ -220,6 +232,7 @@ class Incidents:
         equal, _ = self._compared.get(incident.id, ((), ()))
         reason = incident.reason
         values |= {"reason": reason.text, "reason_kind": reason.kind, "why": reason.first or reason.text}
+        values |= self._parts[incident.id]
         return IncidentStatus(**values, equal=tuple(equal), not_proved=self._not_proved_of(incident.id))
 
     def _not_proved_of(self, number: int) -> tuple[str, ...]:

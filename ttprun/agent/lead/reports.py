@@ -157,6 +157,7 @@ class Reports:
     def _on_replayed(self, slot: Row, message: from_rank.RankReplayed) -> None:
         where = {"generation": message.generation, "boundary": message.boundary}
         self.node.log("rank_replayed", rank=slot.rank, **where, setup_s=message.setup_s)
+        self.incidents.note_setup(message.setup_s)
         self.node.advance(message)
 
     def _on_prepared(self, slot: Row, message: mindio.Prepared) -> None:
