@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from scripts.soak_faults import DRAWN, MOMENTS, ON_NPU, SECOND, SUBJECTS, Subject, draw_faults  # noqa: E402
-from ttprun.chaos.injected_faults import DEVICE_KINDS, ENDING_KINDS, KINDS, parse_fault  # noqa: E402
+from ttprun.chaos.injected_faults import DEVICE_KINDS, ENDING_KINDS, FLIP_KINDS, KINDS, parse_fault  # noqa: E402
 from ttprun.chaos.trial.drill import Scenario, compare_twins, misses, run_twin  # noqa: E402
 from ttprun.chaos.trial.kills import Injection, pair  # noqa: E402
 from ttprun.chaos.trial.twins import Twin  # noqa: E402
@@ -49,7 +49,7 @@ MIB = 1 << 20
 SIMULATED = REPOSITORY / "tests" / "simulated_npu"
 HANGS = ("stop", "sleep")
 # These change what is computed (and it stays so), or end the run: it cannot come to what an undisturbed one comes to.
-NOT_IDENTICAL = ("nan", "flip-bit", "leave", "agent-kill")
+NOT_IDENTICAL = ("nan", *FLIP_KINDS, "leave", "agent-kill")
 
 
 @dataclass

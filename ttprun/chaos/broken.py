@@ -55,23 +55,41 @@ def put_nan(op: str, inputs: Any, buckets: Iterable[Buckets] = ()) -> str:
     inputs    the operation's argument: a tensor, or nested lists of tensors
     buckets   known buckets of DDP, whose gradient becomes NaN too, as after a real backward pass
     """
-    if op not in _REDUCING:
-        return ""
-    for index, tensor in enumerate(_tensors_in(inputs)):
-        if tensor.is_floating_point() and tensor.numel() and _is_gradient(tensor):
-            flat = tensor.detach().view(-1)
-            at = flat.numel() // 2
-            flat.numpy()[at] = float("nan")
-            for gradient, place in [part for of_model in buckets for part in of_model.parts(flat)]:
-                gradient.numpy()[place.isnan().numpy()] = float("nan")
-            return f"element {at} of {flat.numel()} in tensor {index} of {op}"
+    for index, tensor in _floating(op, inputs):
+        flat = tensor.detach().view(-1)
+        at = flat.numel() // 2
+        flat.numpy()[at] = float("nan")
+        for gradient, place in [part for of_model in buckets for part in of_model.parts(flat)]:
+            gradient.numpy()[place.isnan().numpy()] = float("nan")
+        return f"element {at} of {flat.numel()} in tensor {index} of {op}"
     return ""
+
+
+def flip_in(op: str, inputs: Any, seed: int) -> str:
+    """As `put_nan`, but flip one bit: of a gradient, or if `op` is "" of what a module is called with."""
+    for index, tensor in _floating(op, inputs):
+        return f"{_flip(tensor, random.Random(seed))} in tensor {index} of {op or 'what a module is called with'}"
+    return ""
+
+
+def _floating(op: str, inputs: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """The floating tensors of an operation that reduces gradients, or of a call."""
+    for index, tensor in enumerate(_tensors_in(inputs) if op in ("", *_REDUCING) else ()):
+        if tensor.is_floating_point() and tensor.numel() and (not op or _is_gradient(tensor)):
+            yield index, tensor
+
+
+def _flip(tensor: torch.Tensor, drawn: random.Random) -> str:
+    raw = bytes_of(tensor)
+    at, bit = drawn.randrange(len(raw)), drawn.randrange(8)
+    raw[at] ^= 1 << bit
+    return f"bit {bit} of byte {at}"
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    else:
+    elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors_in(item)
 
@@ -89,8 +107,11 @@ def _is_gradient(tensor: torch.Tensor) -> bool:
     return any(gradient is not None and gradient.data_ptr() == tensor.data_ptr() for gradient in gradients)
 
 
-def flip_bit(seed: int) -> str:
-    """Flip one bit of one parameter that an optimizer holds; returns which. Raises ValueError if there is none."""
+def flip_bit(seed: int, is_state: bool = False) -> str:
+    """Flip one bit of one parameter that an optimizer holds; returns which. Raises ValueError if there is none.
+
+    is_state   of what the optimizer keeps of a parameter instead
+    """
     drawn = random.Random(seed)
     parameters = [
         (f"optimizer {number}, group {group_number}, parameter {index}", parameter)
@@ -99,13 +120,18 @@ def flip_bit(seed: int) -> str:
         for index, parameter in enumerate(group["params"])
         if parameter.numel() and parameter.is_contiguous()
     ]
+    if is_state:
+        states = {id(at): state for made in optimizer_registry.optimizers() for at, state in made.state.items()}
+        parameters = [
+            (f"{key} of {name}", value)
+            for name, parameter in parameters
+            for key, value in states.get(id(parameter), {}).items()
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.is_contiguous()
+        ]
     if not parameters:
-        raise ValueError("no optimizer holds a parameter yet")
-    name, parameter = drawn.choice(parameters)
-    raw = bytes_of(parameter)
-    at, bit = drawn.randrange(len(raw)), drawn.randrange(8)
-    raw[at] ^= 1 << bit
-    return f"bit {bit} of byte {at} in {name}"
+        raise ValueError(f"no optimizer holds a {'state' if is_state else 'parameter'} yet")
+    name, tensor = drawn.choice(parameters)
+    return f"{_flip(tensor, drawn)} in {name}"
 
 
 # A simulated device that fails on purpose (`tests/simulated_npu`), in memory that holds the script's own tensors.

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ttprun.chaos.injected_faults import DEVICE_KINDS, Fault
+from ttprun.chaos.injected_faults import DEVICE_KINDS, FLIP_KINDS, Fault
 from ttprun.protocol import from_rank
 from ttprun.rank import held_signals
 
@@ -183,7 +183,9 @@ def _break_something(session: Rank, fault: Fault) -> str:
         return broken.break_device(fault.kind)
     if fault.kind == "worker-kill":
         return _kill_worker()
-    return broken.flip_bit(fault.seed or 0) if fault.kind == "flip-bit" else broken.break_links(session, fault)
+    if fault.kind in FLIP_KINDS:
+        return broken.flip_bit(fault.seed or 0, is_state=fault.kind == "flip-state")
+    return broken.break_links(session, fault)
 
 
 def _kill_worker() -> str:
@@ -194,12 +196,12 @@ def _kill_worker() -> str:
     return f"pid {workers[0].pid}"
 
 
-def put_nan(session: Rank, armed: Armed, phase: str, op: str, inputs: Any) -> bool:
-    """If these are gradients about to be reduced, make one element NaN, and report it.
+def spoil(session: Rank, armed: Armed, phase: str, op: str, inputs: Any) -> bool:
+    """If these are gradients about to be reduced, make one element NaN, or flip a bit, and report it.
 
-    armed    of kind "nan"
+    armed    of kind "nan", "flip-gradient" or "flip-batch"; the last one takes what a module is called with
     phase    for the report
-    op       the backend's method
+    op       the backend's method; "" for a module
     inputs   its argument that holds this rank's input tensors: a tensor, or nested lists of tensors; changed in place
     returns  whether they were; False also if the tensors cannot be written (as on another device than the CPU)
     """
@@ -208,7 +210,10 @@ def put_nan(session: Rank, armed: Armed, phase: str, op: str, inputs: Any) -> bo
 
     detail = ""
     with contextlib.suppress(Exception):
-        detail = broken.put_nan(op, inputs, [group.buckets for group in groups_of(session)])
+        if armed.fault.kind == "nan":
+            detail = broken.put_nan(op, inputs, [group.buckets for group in groups_of(session)])
+        else:
+            detail = broken.flip_in(op, inputs, armed.fault.seed or 0)
     if detail:
         report(session.channel, armed, phase, session.applied, detail)
     return bool(detail)

@@ -38,6 +38,9 @@ KINDS: dict[str, str] = {
     # Data.
     "nan": "one element of a gradient becomes NaN in this rank, before the all-reduce",
     "flip-bit": "one bit of a replicated parameter is flipped in this rank (which one: seed=S)",
+    "flip-state": "one bit of what an optimizer keeps of a parameter is flipped in this rank (seed=S)",
+    "flip-gradient": "one bit of a gradient is flipped in this rank, before the all-reduce (seed=S)",
+    "flip-batch": "one bit of what a module is called with is flipped in this rank (seed=S)",
     # Device: the simulated NPU alone, whose memory then fails where the script's own tensors are.
     "uce-low": "simulated device: uncorrectable memory error where no state is kept",
     "uce-high": "simulated device: the same in the weights and the optimizer's state, all of which are ruined",
@@ -84,6 +87,7 @@ _RESUMES = ("rebuild", "connect", "reissue", "thaw", "persist")
 RECOVERY_PHASES = ("fork", "replay", "transfer", "gradients", "freeze", "abort", *_RESUMES)
 _TRAINS = ("setup", *_STEP, "validation", "checkpoint")
 _CONNECTED = (*_TRAINS, "exit", "reissue", "thaw")
+FLIP_KINDS = ("flip-bit", "flip-state", "flip-gradient", "flip-batch")
 # These raise, in the script or in its next collective, what a device would.
 DEVICE_KINDS = ("uce-low", "uce-high", "uce-fatal", "ecc", "link", "device-lost")
 # Kind -> the phases in which it makes sense, and why not in the others; kinds that are not here strike in any.
@@ -98,10 +102,15 @@ _PHASES_OF: dict[str, tuple[tuple[str, ...], str]] = {
     "cut-off": (_CONNECTED, "the rank is not connected there"),
     "slow": (_CONNECTED, "the rank is not connected there"),
     "nan": (("backward", "collective"), "no gradient is reduced there"),
-    "flip-bit": (
-        ("forward", "backward", "collective", "before_step", "after_step", "validation", "checkpoint"),
-        "no parameter that an optimizer holds can be changed there",
+    **dict.fromkeys(
+        ("flip-bit", "flip-state"),
+        (
+            ("forward", "backward", "collective", "before_step", "after_step", "validation", "checkpoint"),
+            "no parameter that an optimizer holds can be changed there",
+        ),
     ),
+    "flip-gradient": (("backward", "collective"), "no gradient is reduced there"),
+    "flip-batch": (("forward",), "no module is called there"),
 }
 # Nothing of a rank breaks: the agent does it, and a rank is named only for the moment.
 AGENT_KINDS = ("agent-kill", "standby-kill", "stall", "preempt")
@@ -135,6 +144,7 @@ class Fault:
     peer     the other end of the link for `silent`, `slow` and `reset`
     rate     bytes per second for `slow`
     seconds  duration, for hangs and links
+    sticky   1: in each later step, too, as long as this process lives, as by a defective device
     """
 
     kind: str
@@ -149,6 +159,7 @@ class Fault:
     peer: int | None = None
     rate: int | None = None
     seconds: float | None = None
+    sticky: int | None = None
 
     def __str__(self) -> str:
         given = [(field.name, getattr(self, field.name)) for field in fields(self)[1:]]
@@ -175,10 +186,10 @@ class Fault:
         kind         one of `kinds`
         rank, step   None: as for Fault
         phase        a key of PHASES, or None
-        seed         of what is drawn when it strikes; only `flip-bit` draws then
+        seed         of what is drawn when it strikes; only FLIP_KINDS draw then
         """
         alien: dict[str, Any] = {key: None for key, (kinds, _) in _KEYS_OF.items() if kind not in kinds}
-        alien |= {"after": None, "every": None, "count": None, "seed": seed if kind == "flip-bit" else None}
+        alien |= {"after": None, "every": None, "count": None, "seed": seed if kind in FLIP_KINDS else None}
         if self.peer == rank:
             alien["peer"] = None
         return replace(self, kind=kind, rank=rank, step=step, phase=phase, **alien)
@@ -320,6 +331,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "peer": _natural,
     "rate": _positive,
     "seconds": _seconds,
+    "sticky": _positive,
 }
 # Key -> the kinds that it fits, and what it is.
 _KEYS_OF: dict[str, tuple[tuple[str, ...], str]] = {
@@ -330,6 +342,7 @@ _KEYS_OF: dict[str, tuple[tuple[str, ...], str]] = {
         ("stop", "sleep", "deadlock", "busy", "silent", "cut-off", "slow", "stall"),
         "how long a hang or a broken link lasts",
     ),
+    "sticky": (FLIP_KINDS, "whether a bit is flipped in each later step, too"),
 }
 
 
@@ -379,7 +392,8 @@ def strikes(order: Fault, world_size: int, running_step: int) -> Iterator[Planne
             rank = drawn.randrange(world_size)
         phase = order.phase
         if phase is None and order.seed is not None and kind not in AGENT_KINDS:
-            phase = drawn.choice([candidate for candidate in DRAWN_PHASES if _fits(kind, candidate)])
+            fitting = [candidate for candidate in DRAWN_PHASES if _fits(kind, candidate)]
+            phase = drawn.choice(fitting or phases_of(kind))
         seed = None if order.seed is None else order.seed + number
         yield PlannedStrike(number, order.plain(kind, rank, step, phase, seed), _after_s(order, every_s, number))
         number += 1

@@ -1,7 +1,8 @@
 """Cause the faults of `ttprun inject-fault` at their moments.
 
-This module is the listener of `ttprun.introspect.stages` on runs that allow faults. A fault strikes once: it is
-reported to the agent, which does not send it to the replacement. `damage.py` has the effects of each kind.
+This module is the listener of `ttprun.introspect.stages` on runs that allow faults. A fault strikes once, a sticky one
+in each later step, too; it is reported to the agent, which does not send it to the replacement. `damage.py` has the
+effects of each kind.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,8 +35,8 @@ from ttprun.protocol.channel import Channel, Message
 waiting: list[Armed] = []  # for their moment, in this rank
 _known: set[int] = set()
 _C_CALLS_INTO_STEP = 12
-# These need a collective's tensors, so they strike when one is about to be issued.
-_AT_COLLECTIVES = ("skip-collective", "nan")
+# These need the tensors of a collective, or of a module's call: they strike when that is about to be issued, or made.
+_AT_COLLECTIVES = ("skip-collective", "nan", "flip-gradient", "flip-batch")
 _inside_step: Armed | None = None
 
 
@@ -116,6 +118,8 @@ def _take(armed: Armed) -> bool:
         waiting.remove(armed)
     except ValueError:
         return False
+    if armed.fault.sticky and (session := current()) is not None:
+        waiting.append(replace(armed, fault=replace(armed.fault, step=session.applied + 1)))
     return True
 
 
@@ -162,7 +166,7 @@ def reached_collective(op: str, inputs: Any) -> bool:
         return False
     phase = phase_of_collective(session, op)
     for armed in (*_due(session, phase), *_due(session, "collective")):
-        if armed.fault.kind == "nan" and damage.put_nan(session, armed, phase, op, inputs):
+        if armed.fault.kind in ("nan", "flip-gradient") and damage.spoil(session, armed, phase, op, inputs):
             _take(armed)
             break
         if armed.fault.kind == "skip-collective" and _take(armed):
@@ -187,6 +191,10 @@ def _watch_modules() -> None:
     """Report forward and backward passes as moments."""
 
     def before_forward(module: Any, args: Any) -> None:
+        if waiting and module.training and (session := current()) is not None:
+            for armed in _due(session, "forward"):
+                if armed.fault.kind == "flip-batch" and damage.spoil(session, armed, "forward", "", list(args)):
+                    _take(armed)
         stages.reached("forward" if module.training else "validation")
 
     register_module_forward_pre_hook(unless_traced(before_forward))
