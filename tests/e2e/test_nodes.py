@@ -202,18 +202,18 @@ def test_a_node_is_drained_and_a_spare_one_takes_its_place(undisturbed: Undistur
         launches[0].wait_for_event("node_waits")
         words = [sys.executable, "-m", "ttprun", "drain", "1", "--run", str(launches[0].run_dir), "--json"]
         with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment()) as drain:
-            launches[0].wait_for_event("node_lost")
+            launches[0].wait_for_event("phase_changed")
             (tmp_path / "gate").touch()
             said, _ = drain.communicate()
         leader, runs = finished([launches[0], spare])
         drained = launches[1].finish()
 
     assert (drain.returncode, json.loads(said)["rung"]) == (0, "replace")
-    assert "drained as requested (ttprun drain)" in leader.incidents[0]["reason"]
-    assert_replaced(leader, [1])
+    assert "was drained as requested (ttprun drain)" in leader.incidents[0]["reason"]
+    assert_replaced(leader, [1], "planned")
     assert_same_weights(runs, undisturbed(GATED, 2))
     assert drained.exit_code == 143, drained.story()
-    assert "goes on without this node: drained as requested" in drained.output
+    assert "goes on without this node: node 1" in drained.output
 
 
 @pytest.mark.parametrize(("host", "by"), [(0, "the save directory"), (1, "the discovery command")])
@@ -281,10 +281,10 @@ def at_gate(nodes: Nodes, numbers: Iterable[int], folder: Path, **how: Any) -> l
     return launches
 
 
-def assert_replaced(leader: Run, ranks: list[int]) -> None:
-    """A node was lost, and its ranks were replaced without the loss of a step."""
+def assert_replaced(leader: Run, ranks: list[int], kind: str = "node-lost") -> None:
+    """A node was lost or drained, and its ranks were replaced without the loss of a step."""
     incidents = [(one["kind"], one["rung"], one["ranks"], one["steps_lost"]) for one in leader.incidents]
-    assert incidents == [("node-lost", "replace", ranks, 0)], leader.story()
+    assert incidents == [(kind, "replace", ranks, 0)], leader.story()
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])

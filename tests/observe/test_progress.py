@@ -23,7 +23,10 @@ def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_long_work_reports_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "text"), [(2_000_000, "500 kB of 2.0 MB (25 %), "), (0, "0 s so far")])
+def test_long_work_reports_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, size: int, text: str
+) -> None:
     monkeypatch.setattr("ttprun.observe.console.SILENT_S", 0.01)
     asked = threading.Event()
 
@@ -31,10 +34,10 @@ def test_long_work_reports_how_far_it_is(capsys: pytest.CaptureFixture[str], mon
         asked.set()
         return 500_000
 
-    with ProgressLine("verifying step-00000120", 2_000_000, count):
+    with ProgressLine("verifying step-00000120", size, count):
         assert asked.wait(60)
 
-    assert capsys.readouterr().err.startswith("verifying step-00000120: 500 kB of 2.0 MB (25 %), ")
+    assert capsys.readouterr().err.startswith(f"verifying step-00000120: {text}")
 
 
 def test_the_log_says_how_far_long_work_is_and_not_at_every_step(

@@ -199,7 +199,8 @@ class FakeWorld:
     def ask_replacement(self, rank: int, is_pair: bool) -> None:
         """A healthy rank, or it and its neighbour, are to have new processes."""
         ranks = tuple(sorted({rank, (rank + is_pair) % len(self.unheard)}))
-        self.hear(recovery.ReplacementAsked(ranks=ranks, reason="the scheduler has asked", at_s=0.0))
+        node = "node 1" if is_pair else ""
+        self.hear(recovery.ReplacementAsked(ranks=ranks, reason="the scheduler has asked", node=node, at_s=0.0))
 
     def ask_size(self, is_smaller: bool) -> None:
         """Somebody wants no replacements, or those back that are away."""
@@ -312,6 +313,9 @@ class FakeWorld:
                     self.start(rank)
                 else:
                     self.agent_unheard.append(SpawnFailed(rank=rank, reason="no memory", at_s=0.0))
+            case recovery.LetNodeGo(ranks):
+                for rank in ranks:
+                    self.kill(rank)
             case KillRank(rank, reason):
                 assert reason
                 assert self.job.members[rank].pid is None

@@ -96,7 +96,7 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
     StateSent: {"digest": "same"},
     RankRepaired: {"digest": "same"},
 }
-TEXTS = {"reason", "name", "digest", "place", "saved", "why_not", "why_unusable", "device_fault", "crashed_at"}
+TEXTS = {"reason", "name", "node", "digest", "place", "saved", "why_not", "why_unusable", "device_fault", "crashed_at"}
 OF_REASONS = (RankUnprotected, RankHindered, MismatchFound)
 NUMBERS = {"silent"}
 FILLED_IN = {"is_adapted", "is_late", "trusted"}  # by the agent

@@ -206,9 +206,9 @@ def drain(
 ) -> int:
     """Let a node that waits take the place of one that trains, for maintenance; ask on the node whose agent leads.
 
-    The ranks of the node are ended and start on the other node from their copied records; its launcher ends. It may
-    come back as a spare. The node that leads cannot be drained. Do not drain in a job's last steps: it is as if
-    the node had died then.
+    All ranks stand still after a step; then the node's launcher ends, and its ranks start on the other node from their
+    copied records. It may come back as a spare. The node that leads cannot be drained. In a job's last step nothing
+    happens.
 
     Exit code: 0 the other node trains, 1 the job had to go another way, 2 refused: the node trains on as it is.
     """

@@ -100,7 +100,7 @@ class ProgressLine:
     """Shows, from a thread of its own, how far the work inside `with` is, once that has taken SILENT_S seconds.
 
     what   the work, as "verifying step-00000120"
-    of     bytes in all
+    of     bytes in all; 0: nothing can be counted, and the seconds are shown
     count  returns the bytes that are done
     """
 
@@ -133,8 +133,12 @@ class ProgressLine:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def _text(self, done: int, took_s: float) -> str:
-        share = f" ({100 * done // self._of} %)" if self._of else ""
-        return f"{self._what}: {format_bytes(done)} of {format_bytes(self._of)}{share}, {format_bytes(done / took_s)}/s"
+        if not self._of:
+            return f"{self._what}: {took_s:.0f} s so far"
+        share = f"({100 * done // self._of} %)"
+        return (
+            f"{self._what}: {format_bytes(done)} of {format_bytes(self._of)} {share}, {format_bytes(done / took_s)}/s"
+        )
 
 
 class ProgressLog:

@@ -49,6 +49,7 @@ from ttprun.recovery.phases import (
     ForbiddenTransition,
     GiveUpCheckpoint,
     GiveUpResize,
+    LetNodeGo,
     MachineError,
     MissingTransition,
     NoteUnusable,

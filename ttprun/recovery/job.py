@@ -247,6 +247,7 @@ class Job:
     is_growing           nodes have come, and their ranks have not trained yet
     went_back_to         boundary of the saved state from which this job last resumed; None: none yet
     leaving              healthy ranks that are replaced once all stand still
+    leaves_node          they leave with their node
     stood_at             boundary at which the survivors quiesced to write their state
     persists_at          boundary at which a checkpoint is being written; None: not writing yet
     ending               what ends the job, or its processes, after its state is written; None: they resume
@@ -279,6 +280,7 @@ class Job:
     is_growing: bool = False
     went_back_to: int | None = None
     leaving: tuple[int, ...] = ()
+    leaves_node: bool = False
     stood_at: int | None = None
     persists_at: int | None = None
     ending: Ending | None = None

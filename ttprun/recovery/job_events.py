@@ -130,10 +130,12 @@ class ReplacementAsked(Event, frozen=True, kw_only=True):
 
     ranks    at least one, each once
     reason   who asked, and why
+    node     their node, which leaves with all of them, for people; "": they stay on it
     """
 
     ranks: tuple[int, ...]
     reason: str
+    node: str = ""
 
     kind: ClassVar[str] = "planned"
 
@@ -141,7 +143,10 @@ class ReplacementAsked(Event, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """What was asked, for an operator."""
         ranks = ", ".join(map(str, self.ranks))
-        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} had to be replaced as requested ({self.reason})"
+        who = f"rank{'s' if len(self.ranks) > 1 else ''} {ranks}"
+        if self.node:
+            return f"{self.node} with {who} was drained as requested ({self.reason})"
+        return f"{who} had to be replaced as requested ({self.reason})"
 
 
 class ElasticDeclared(RankEvent, frozen=True, kw_only=True):

@@ -82,10 +82,11 @@ from ttprun.recovery.phases import (
 from ttprun.recovery.repair import is_anyone_moving, why_survivors_disagree
 
 
-def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> Reason:
+def why_not_replaceable(job: Job, ranks: tuple[int, ...], has_mirrors: bool = True) -> Reason:
     """Why these ranks cannot give their places to new processes now; "" if they can.
 
-    ranks   at least one
+    ranks         at least one
+    has_mirrors   their mirrors are there for the new processes; False: they go with their node
     """
     if job.are_alone:
         return Reason(
@@ -100,6 +101,8 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> Reason:
     if not {*job.survivors} - {*ranks}:
         return Reason("no-survivor", "no rank would be left to repair the others from")
     remaining = tuple(rank for rank in job.survivors if rank not in ranks)
+    if not has_mirrors:
+        job = replace(job, replicas=replace(job.replicas, mirrored=job.replicas.mirrored - {*ranks}))
     return why_not_protected(job) or why_no_source(job, ranks, remaining)
 
 
@@ -112,7 +115,7 @@ def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:
         return unchanged(job, event)
     job = open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0).with_incident(ranks=event.ranks)
     job, actions = begin_attempt(job, event.at_s)
-    return replace(job, leaving=event.ranks), actions
+    return replace(job, leaving=event.ranks, leaves_node=bool(event.node)), actions
 
 
 def why_not_upgradable(job: Job) -> Reason:

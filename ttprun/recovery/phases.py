@@ -90,6 +90,17 @@ class SetDeadline(Action, frozen=True):
     rank: int | None = None
 
 
+class LetNodeGo(Action, frozen=True):
+    """All stand still, and a node leaves as planned: its launcher ends, and its ranks are started on another one.
+
+    ranks    all of its ranks that have not finished
+    reason   for the operator
+    """
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
 class RestartGroup(Action, frozen=True):
     """Fallback: end all ranks and start them anew, as torchrun does; the answer is GroupRestarted.
 

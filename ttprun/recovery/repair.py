@@ -17,7 +17,16 @@ from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendS
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import end_job, leave_group, take_lower_rung, why_no_source
 from ttprun.recovery.members import Member, RankState
-from ttprun.recovery.phases import FinishJob, Result, UnexpectedStart, deadline_of, enter, steps_reached, unchanged
+from ttprun.recovery.phases import (
+    FinishJob,
+    LetNodeGo,
+    Result,
+    UnexpectedStart,
+    deadline_of,
+    enter,
+    steps_reached,
+    unchanged,
+)
 
 
 def note_process(job: Job, event: RankStarted) -> Job:
@@ -98,11 +107,13 @@ def replace_leaving(job: Job, at_s: float, boundary: int) -> Result:
         reason = Reason() if job.incident is None else job.incident.reason
         job = job.with_incident(rung="reconnect", reason=why_not.within(f"{reason}; not replaced: {why_not}"))
         return begin_resuming(job, at_s, boundary)
-    actions: list[Action] = []
+    actions: list[Action] = [LetNodeGo(leaving, job.cause)] if job.leaves_node else []
     for rank in leaving:
-        actions += [KillRank(rank, job.cause), SpawnRank(rank, job.generation)]
+        actions += [] if job.leaves_node else [KillRank(rank, job.cause)]
+        actions.append(SpawnRank(rank, job.generation))
         lost = replace(job.members[rank].with_answers_forgotten(), pid=None, life=RankState.LOST, is_protected=False)
-        job = job.with_members(replace(lost, spawn_asked_at_s=at_s))
+        job = job.with_members(replace(lost, spawn_asked_at_s=at_s, is_without_node=job.leaves_node))
+    job = replace(job, snapshot=None) if job.leaves_node else job
     return enter(job, JobPhase.REPLAYING, at_s, (*actions, deadline_of(job, JobPhase.REPLAYING)), rung="replace")
 
 

@@ -48,7 +48,6 @@ CLIENT_LIMIT_S = 2.0
 MOST_CLIENTS = 16
 _REQUEST_LIMIT_BYTES = 1 << 16
 _BACKLOG = 64
-DRAINED = "drained as requested (ttprun drain)"
 
 
 @dataclass
@@ -235,7 +234,7 @@ class Requests:
         return Accepted(after=before)
 
     def _drain(self, number: int) -> Reply:
-        """Have a node that waits take the place of one that trains, which is lost from now on, and hears why."""
+        """Have a node that waits take the place of one that trains, once all ranks stand still."""
         node, peers, leader = self.node, self.node.peers, self.leader
         if not 0 <= number < peers.size:
             raise ValueError(f"there are nodes 0 to {peers.size - 1}")
@@ -243,14 +242,16 @@ class Requests:
         if not why_not and number == peers.node:
             why_not = f"{peers.name_of(number)} leads the job, and cannot be drained"
         ranks = tuple(slot.rank for slot in node.slots if peers.node_of(slot.rank) == number and not slot.is_finished)
-        why_not = why_not or str(recovery.why_not_replaceable(node.job, ranks))
+        why_not = why_not or str(recovery.why_not_replaceable(node.job, ranks, node.keeps_mirrors_twice))
         if not why_not and (leader is None or not leader.placement.has_waiting()):
             why_not = "no other node waits (start a launcher more than --nnodes)"
-        if why_not or leader is None:
+        if why_not:
             return Rejected(why_not)
         before = node.job.incident_count
-        leader.lose(number, DRAINED)
-        leader.decide_lost()
+        asked = recovery.ReplacementAsked(
+            at_s=time.monotonic(), ranks=ranks, reason="ttprun drain", node=peers.name_of(number)
+        )
+        node.advance(asked)
         return Accepted(after=before)
 
     def _take_stacks(self) -> Reply:

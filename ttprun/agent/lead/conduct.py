@@ -26,7 +26,7 @@ from ttprun.agent.base.loop import CannotDecideError
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents
-from ttprun.agent.lead.lead import Lead, Wire
+from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.membership import NodeMembership, Placement
 from ttprun.agent.lead.repairs import Repairs, Rewinds
 from ttprun.agent.lead.reports import Reports
@@ -112,11 +112,37 @@ class Leader:
         self.node.log("node_waits", address=address)
         self.placement.fill()
 
+    def let_go(self, action: recovery.LetNodeGo) -> None:
+        """A node leaves as planned: its ranks are lost, which is known."""
+        number = self.node.peers.node_of(action.ranks[0])
+        self.part_from(number, action.reason, "leaves")
+        self.placement.lose_copies(number)
+
     def lose(self, number: int, why: str) -> None:
         """A node is gone with all of its ranks."""
         node, peers = self.node, self.node.peers
         if node.verdict is not None:
             return
+        unheard_s, name = peers.unheard_s(number), peers.name_of(number)
+        slots, boundary = self.part_from(number, why, "is lost")
+        if not slots:
+            return
+        node.note_failure(Failure(slots[0].rank, 0, -signal.SIGTERM, f"{name} is lost: {why}"))
+        self._lost[number] = recovery.NodeLost(
+            at_s=time.monotonic(),
+            ranks=tuple(slot.rank for slot in slots),
+            name=name,
+            boundary=boundary,
+            detected_after_s=unheard_s,
+            reason=why,
+        )
+
+    def part_from(self, number: int, why: str, how: str) -> tuple[list[Row], int]:
+        """Hang up on a node; returns the rows of its ranks that had not finished, and how far they had come.
+
+        why, how   for people: "node 1 `how`: `why`"
+        """
+        node, peers = self.node, self.node.peers
         peers.hang_up(number, node.selector, why)
         self.placement.forget(number)
         self.membership.note_lost(number)
@@ -128,20 +154,10 @@ class Leader:
         applied = [node.board.get(slot.rank, Field.APPLIED) for slot in node.slots if slot.is_here]
         boundary = max(*applied, *(slot.lost_boundary for slot in slots)) if slots else 0
         node.log("node_lost", node=number, ranks=[slot.rank for slot in slots], boundary=boundary, reason=why)
-        logger.warning("%s is lost: %s", peers.name_of(number), why)
-        if not slots:
-            return
-        self.reports.comparisons.lose_mirrors([slot.rank for slot in slots])
-        failure = Failure(slots[0].rank, 0, -signal.SIGTERM, f"{peers.name_of(number)} is lost: {why}")
-        node.note_failure(failure)
-        self._lost[number] = recovery.NodeLost(
-            at_s=time.monotonic(),
-            ranks=tuple(slot.rank for slot in slots),
-            name=peers.name_of(number),
-            boundary=boundary,
-            detected_after_s=peers.unheard_s(number),
-            reason=why,
-        )
+        logger.warning("%s %s: %s", peers.name_of(number), how, why)
+        if slots:
+            self.reports.comparisons.lose_mirrors([slot.rank for slot in slots])
+        return slots, boundary
 
     def decide_lost(self) -> None:
         """Nodes that are lost at once are one fault, which all others answer once."""
@@ -347,6 +363,7 @@ ACTIONS: dict[type[process_orders.Action], str] = {
     recovery.RecordIncident: "_record",
     recovery.Regroup: "membership.regroup",
     recovery.GiveUpResize: "membership.give_up",
+    recovery.LetNodeGo: "leader.let_go",
     recovery.RestartGroup: "_end_group",
     recovery.FailJob: "_end_group",
     recovery.FinishJob: "_finish",
