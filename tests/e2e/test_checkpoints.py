@@ -219,7 +219,8 @@ def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_
     assert first.exit_code == -9
     assert_resumed(second, second.status["resume"]["boundary"])
     assert second.status["resume"]["boundary"] % 10 == 0
-    assert re.search(r"was killed in step \d+: this one resumes from its checkpoint of step", second.output)
+    said = r"was killed in step \d+: this one resumes from its checkpoint of step \d+, saved \d:\d\d:\d\d before, /"
+    assert re.search(said, second.output), second.story()
     assert second.hashes == undisturbed(PLAIN, 2, ["--steps", "400"]).hashes, second.story()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def test_one_process_that_a_signal_ends_goes_on_by_the_same_command(
 
     assert first.exit_code == exit_code, first.story()
     assert "its state was saved, the same command resumes from it" in first.status["reason"], first.story()
+    assert re.search(r"resuming from step 10, saved \d+:\d\d:\d\d ago, /.*/step-00000010$", second.output, re.M)
     assert_resumed(second, 10, undisturbed(SCRIPT, 1))
 
 

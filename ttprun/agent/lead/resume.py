@@ -14,6 +14,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from ttprun import recovery
@@ -24,6 +25,7 @@ from ttprun.config import Config
 from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError, counted, in_short
 from ttprun.observe.console import ProgressLog
+from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status
 from ttprun.recovery.replicas import Replicas
@@ -100,7 +102,7 @@ class Resumption:
                 of_user = of_user or error
                 self._pass_over(candidate.name, str(error))
             else:
-                self._say_killed(f"this one resumes from its checkpoint of step {candidate.boundary}, {candidate.path}")
+                self._say_found(candidate)
                 return tuple(
                     recovery.Saved(checkpoint.boundary, str(checkpoint.path)) for checkpoint in candidates[place:]
                 )
@@ -109,17 +111,25 @@ class Resumption:
         if self._store.checkpoints():
             logger.warning("no checkpoint in '%s' can be used, so the script starts anew", self._store.save_dir)
         else:
-            self._say_killed("it had saved nothing yet, so the script starts at its first step (--snapshot-every 5min)")
+            self._say_found(None)
         return ()
 
-    def _say_killed(self, what_is_saved: str) -> None:
-        """Of a run whose launcher was killed nobody could save the end: say what there is of it."""
-        (killed, run_dir), step = self._store.killed, 0
+    def _say_found(self, checkpoint: Checkpoint | None) -> None:
+        """Say from which step this launch resumes, and how old that is: of a killed run nobody could save the end."""
+        (killed, run_dir), where, end, when = self._store.killed, "", timestamp(), "ago"
         with contextlib.suppress(OSError, ValueError):  # it has run elsewhere, or its directory is gone
-            step = max(rank.step or 0 for rank in read_status(RunDirectory(Path(run_dir or killed)).status).ranks)
-        if killed:
-            where = f" in step {step + 1}" if step else ""
-            logger.warning("the launcher of run %s was killed%s: %s", killed, where, what_is_saved)
+            status = read_status(RunDirectory(Path(run_dir or killed)).status) if killed else None
+            if status is not None:
+                step = max(rank.step or 0 for rank in status.ranks)
+                where, end, when = f" in step {step + 1}" if step else "", status.updated_at, "before"
+        what = "it had saved nothing yet, so the script starts at its first step (--snapshot-every 5min)"
+        if checkpoint is not None:
+            made_at = datetime.fromisoformat(checkpoint.valid_manifest().created_at)
+            age_s = max(int((datetime.fromisoformat(end) - made_at).total_seconds()), 0)
+            what = f"step {checkpoint.boundary}, saved {timedelta(seconds=age_s)} {when}, {checkpoint.path}"
+            what = f"this one resumes from its checkpoint of {what}" if killed else f"resuming from {what}"
+        if killed or checkpoint is not None:
+            logger.warning("%s%s", f"the launcher of run {killed} was killed{where}: " if killed else "", what)
 
     def _candidates(self) -> list[Checkpoint]:
         """The last written first; says which are passed over, if they could have been chosen."""
