@@ -183,6 +183,12 @@ class Config(BaseModel):
         3600, description="seconds that a scheduler's pause lasts if it names no limit (--mindio)"
     )
     verify_every: int = Field(100, ge=0, description="compare the ranks' weights every N steps; 0: never")
+    verify_steps: str | None = Field(
+        None,
+        pattern=r"^1/[1-9][0-9]{0,8}$",
+        description="1/100: every hundredth step of one rank after the other is taken again by another process, and "
+        "compared. A rank that two others contradict is replaced, and all go back to before that step",
+    )
     overhead_budget: str = Field(
         "1%",
         description="share of a step that protection may take without a fault (at least 0.3 ms); what it takes is in "
@@ -302,6 +308,11 @@ class Config(BaseModel):
             if not (is_list or isinstance(value, bool | int | float | str)):
                 raise ValueError(f"{name} is {value!r}; give a number, a string, true, false or a list of strings")
         return {str(name).replace("-", "_"): value for name, value in launch.items()}
+
+    @property
+    def verified_every(self) -> int:
+        """Steps from one that is taken again to the next; 0: none is."""
+        return int(self.verify_steps.removeprefix("1/")) if self.verify_steps else 0
 
     @property
     def overhead_share(self) -> float:

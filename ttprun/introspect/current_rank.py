@@ -205,6 +205,7 @@ class Rank:
     is_over       this run of the script has ended with an exception
     recovery      the recovery thread: rank/replay/order_thread.py
     expected      the collectives that a replacement must issue: `Expected` in rank/proof.py
+    kept          what its step comes to, if another process is to take it again: `StepRows` in rank/verification.py
     proof         the comparison with the lost rank's step, while a replacement is in that: `Proof` in rank/proof.py
     framework     the script's, if it recovers by callbacks (--mindio): rank/framework/framework.py
     updates       when this run of the script last stepped an optimizer
@@ -244,6 +245,7 @@ class Rank:
     recovery: Any = None
     expected: Any = None
     proof: Any = None
+    kept: Any = None
     framework: Any = None
     updates: UpdateTimes = field(default_factory=UpdateTimes)
     away: frozenset[int] = frozenset()

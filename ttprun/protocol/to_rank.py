@@ -38,6 +38,8 @@ class Options(Message, frozen=True):
     is_strict             a variable that could not be restored refuses a replay, also without a contradiction
     prints_traceback      stderr goes to a file of the rank's own
     trace                 file to which it adds digests of each step; "": it leaves none
+    verified              path for what the collectives of a step have given to it, if its steps are verified; "": not
+    takes_again           it takes one step again, by itself, with what is in that file
     """
 
     allow_faults: bool
@@ -65,6 +67,8 @@ class Options(Message, frozen=True):
     is_strict: bool
     prints_traceback: bool
     trace: str = ""
+    verified: str = ""
+    takes_again: bool = False
 
 
 class InjectedFault(Message, frozen=True):

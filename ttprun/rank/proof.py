@@ -403,13 +403,15 @@ def note(
 
     kind, name   BATCH, LOSS or INPUT; of the loader, group or message, the same in all processes of this rank
     values       of which the dense tensors are noted
-    what         which one it is, for a person
+    what         which one it is, for a person; of an input the operation
     is_one_of_many  a step may have hundreds of these: of most of them only some are noted, see `Evidence.is_drawn`
     is_weights      the fewer, as all else depends on them
     returns   whether it is equal to rounding alone
 
     Raises MismatchError, and nothing else.
     """
+    if session.kept is not None:
+        session.kept.note(kind, what, values)
     if not session.mode.is_live or not session.is_repairable():
         return False
     try:
@@ -430,8 +432,7 @@ def note(
                 return False
             noted = evidence.write(place, tensors)
             if session.proof is not None:
-                is_rounded: bool = session.proof.compare(place, noted, tensors, what)
-                return is_rounded
+                return bool(session.proof.compare(place, noted, tensors, what))
     except MismatchError:
         raise
     except Exception as error:  # not proved; training continues
@@ -460,8 +461,7 @@ def wrap_backward(original: Any) -> Any:
                 )
             )
             return original(tensors, *args, **kwargs)
-        losses = tensors if isinstance(tensors, list | tuple) else [tensors]
-        note(session, LOSS, "", losses)
+        note(session, LOSS, "", tensors if isinstance(tensors, list | tuple) else [tensors])
         if host_copies.waiting:
             _send_notes()
         _going_backward, _gone_backward_at = _going_backward + 1, session.applied

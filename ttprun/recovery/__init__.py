@@ -33,6 +33,7 @@ from ttprun.recovery.job_events import (
     Saved,
     SnapshotTaken,
     StatePersisted,
+    StepDiffers,
     SupervisorRenewed,
     UpgradeAsked,
 )

@@ -51,6 +51,22 @@ class RankDiverged(LivingRankLost, frozen=True, kw_only=True):
         return f"rank {self.rank} has diverged ({self.reason})"
 
 
+class StepDiffers(LivingRankLost, frozen=True, kw_only=True):
+    """A rank has computed its step after a snapshot otherwise than two other processes have from the same state.
+
+    boundary           of the snapshot
+    detected_after_s   not known: it may have gone wrong at any moment of that step
+    reason             what it has computed otherwise
+    """
+
+    kind: ClassVar[str] = "corruption"
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        return f"rank {self.rank} is suspect: {self.reason}"
+
+
 class NodeLost(Event, frozen=True, kw_only=True):
     """A node is lost with all of its ranks: its agent is not heard any more.
 

@@ -58,6 +58,7 @@ from ttprun.recovery.job_events import (
     ResumeAsked,
     SnapshotTaken,
     StatePersisted,
+    StepDiffers,
     SupervisorRenewed,
     UpgradeAsked,
 )
@@ -145,7 +146,7 @@ def in_repair(phase: P) -> dict[Key, Transition]:
         **noted(phase),
         **begun_anew(phase),
         **ignored(phase, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked),
-        **ignored(phase, "a repair comes first", ResizeAsked),
+        **ignored(phase, "a repair comes first", ResizeAsked, StepDiffers),
         **ignored(phase, "all ranks have been started", ResumeAsked),
         (phase, DeadlinePassed): row(on_hang.on_deadline, phase, *ANSWERS),
         (phase, SupervisorRenewed): row(takeover.on_renewed_in_repair, *ANSWERS),
@@ -177,6 +178,7 @@ TRANSITIONS: dict[Key, Transition] = {
     (P.RUNNING, RankHung): row(on_hang.on_unfit, P.RUNNING, *ANSWERS),
     (P.RUNNING, NodeLost): row(on_loss.on_node_lost, P.RUNNING, *ANSWERS),
     (P.RUNNING, RankDiverged): row(on_hang.on_unfit, *ANSWERS),
+    (P.RUNNING, StepDiffers): row(on_loss.on_step_differs, *DOWN),
     (P.RUNNING, ConnectionBroken): row(on_hang.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
     (P.RUNNING, ReplacementAsked): row(on_request.on_replacement_asked, P.RUNNING, P.FREEZING),
     (P.RUNNING, UpgradeAsked): row(on_request.on_upgrade_asked, P.RUNNING, P.FREEZING),
@@ -275,6 +277,7 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.PERSISTING, "it comes first, and whoever asked is informed", ReplacementAsked, UpgradeAsked),
     **ignored(P.PERSISTING, "nobody waits for replacements", DowngradeAsked),
     **ignored(P.PERSISTING, "all ranks have been started", ResumeAsked),
+    **ignored(P.PERSISTING, "it waits for the next step that is verified", StepDiffers),
     **ignored(P.PERSISTING, "who does not quiesce meets the deadline", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.PERSISTING, "the repair was abandoned", RankReplayed, StateSent, RankRepaired),
     **ignored(P.PERSISTING, "the repair was abandoned", RankRebuilt, RankReissued),
@@ -301,7 +304,7 @@ TRANSITIONS: dict[Key, Transition] = {
         *OF_SIZE,
     ),
     (P.DRAINING, ConnectionBroken): row(on_leave.on_broken_while_draining, *DOWN),
-    **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged),
+    **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged, StepDiffers),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
     **ignored(P.DRAINING, "nothing will be repaired any more", *OF_MEMBERSHIP, RanksCompared, RankHindered),
     **ignored(P.DRAINING, "the repair was abandoned", RankReplayed, StateSent, RankRepaired),
@@ -312,7 +315,7 @@ TRANSITIONS: dict[Key, Transition] = {
     (P.RESTARTING, SupervisorRenewed): row(takeover.on_renewed_while_restarting, P.RESTARTING),
     **ignored(P.RESTARTING, "a consequence of a group that has ended", *OF_CHECKPOINTS),
     **ignored(P.RESTARTING, "the agent is ending this process", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
-    **ignored(P.RESTARTING, "all ranks are replaced anyway", NodeLost),
+    **ignored(P.RESTARTING, "all ranks are replaced anyway", NodeLost, StepDiffers),
     **ignored(P.RESTARTING, "the agent is ending this process", RankStarted, SpawnFailed, RankExited, RankProtected),
     **ignored(P.RESTARTING, "the agent is ending this process", RankUnprotected, RankFrozen, RankReplayed, StateSent),
     **ignored(P.RESTARTING, "the agent is ending this process", RanksCompared, RankHindered),
@@ -331,7 +334,7 @@ TRANSITIONS |= {
 # A union that is made for each event takes longer than the check.
 _OF_ANY_JOB = (DeadlinePassed, SnapshotTaken, SupervisorRenewed)
 _OF_A_GENERATION = (RepairEvent, DeadlinePassed, ConnectionBroken, StatePersisted)
-_OF_A_PROCESS = (RankExited, RankFaulted, RankHung, RankDiverged)
+_OF_A_PROCESS = (RankExited, RankFaulted, RankHung, RankDiverged, StepDiffers)
 
 
 def advance(job: Job, event: Event) -> Result:

@@ -14,7 +14,7 @@ from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
-from ttprun.recovery.job_events import GroupRestarted, NodeLost, RankDiverged, RankHung, RanksCompared
+from ttprun.recovery.job_events import GroupRestarted, NodeLost, RankDiverged, RankHung, RanksCompared, StepDiffers
 from ttprun.recovery.ladder import (
     begin_attempt,
     begin_persisting,
@@ -259,6 +259,16 @@ def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
     return take_lower_rung(
         job, event.at_s, Reason("other-weights", "the state of the ranks cannot be trusted"), is_trusted=False
     )
+
+
+def on_step_differs(job: Job, event: StepDiffers) -> Result:
+    """RUNNING: what a rank has computed wrongly is in all ranks by now: all go back to before that, in new processes.
+
+    If they cannot, only the rank is known to be wrong.
+    """
+    job = open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0)
+    job = job.with_incident(ranks=(event.rank,), reason=Reason("other-weights", event.sentence))
+    return take_lower_rung(job, event.at_s, Reason(text="its results are in all ranks"), is_trusted=False)
 
 
 def on_stop(job: Job, event: StopAsked) -> Result:

@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import zip_longest
+from math import isclose
 
 from ttprun.protocol.reason import Reason
 
@@ -360,3 +363,50 @@ def find_difference(issued: Mapping[int, Mapping[str, Sequence[str]]]) -> Differ
                 what = f"rank {first} has issued '{here[first]}' where rank {other} has '{usual}'"
                 return Difference(odd if 2 * times > len(here) else (), f"{what}, as number {at + 1} of the step")
     return None
+
+
+class Finding(StrEnum):
+    """What is found of a step that was taken several times from the same state."""
+
+    EQUAL = "equal"
+    AGAIN = "to be taken once more"
+    SUSPECT = "suspect"
+    OTHER = "the other process was wrong"
+    ROUNDING = "equal to rounding"
+    INCONCLUSIVE = "inconclusive"
+
+
+Rows = Sequence[tuple[str, str, str]]
+_ROUNDING = 1e-3  # of the sum of all elements: kernels that are not reproducible differ by much less
+
+
+def judge(taken: Sequence[Rows]) -> tuple[Finding, str]:
+    """What is found, and what differs first, in words.
+
+    taken   the rank's own, and then one or two others': what was computed, its digest, the sum of its elements
+    """
+    own, first, *rest = taken
+    if own == first:
+        return Finding.EQUAL, ""
+    if not rest:
+        return Finding.AGAIN, _first_difference(own, first)
+    if first == rest[0]:
+        return Finding.SUSPECT, _first_difference(own, first)
+    if own == rest[0]:
+        return Finding.OTHER, _first_difference(own, first)
+    is_near = _are_near(own, first) and _are_near(own, rest[0])
+    return Finding.ROUNDING if is_near else Finding.INCONCLUSIVE, _first_difference(own, first)
+
+
+def _first_difference(own: Rows, other: Rows) -> str:
+    pairs = zip_longest(own, other, fillvalue=("", "", ""))
+    differing = [mine[0] or theirs[0] for mine, theirs in pairs if mine != theirs]
+    return differing[0] + (f" and {len(differing) - 1} more" if len(differing) > 1 else "")
+
+
+def _are_near(own: Rows, other: Rows) -> bool:
+    """Whether the same things were computed, and are equal to rounding as far as their sums show."""
+    if [row[0] for row in own] != [row[0] for row in other]:
+        return False
+    sums = [(float(mine[2]), float(theirs[2])) for mine, theirs in zip(own, other, strict=True) if mine[2]]
+    return all(isclose(here, there, rel_tol=_ROUNDING) for here, there in sums)

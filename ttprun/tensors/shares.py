@@ -338,6 +338,7 @@ class SnapshotPart:
     buffers   for each place where a snapshot can be kept, the paths for this rank's records and for its share
     every     steps between two; 0: at the first boundary after a request
     owners    of parameters that differ between ranks, see `checkpoint_shards.Differing`; set by the agent
+    verified_at   boundary of the newest snapshot from which another process takes this rank's step again
     """
 
     def __init__(
@@ -354,6 +355,7 @@ class SnapshotPart:
         self._buffers = [(Memory(records), Memory(share)) for records, share in buffers]
         self._every = every
         self.owners: Mapping[str, Sequence[int]] = {}
+        self.verified_at = -1
         self._seen = board.get(LEADER, Field.SNAPSHOT_NUMBER)
         self._put_off = 0  # boundaries at which it was due, and not taken
         self._newest = (0, 0)  # the newest request that was met, and the boundary then
@@ -441,6 +443,8 @@ class SnapshotPart:
             share = copy(for_share, session.local_rank, self._board.n_ranks, frame, differing)
             took_s = time.monotonic() - started_s
             taken = SnapshotTaken(number, boundary, "", share, records_bytes=len(records), took_s=took_s)
+            if session.options.verified and number % session.world_size == session.rank:
+                self.verified_at = boundary
         except Exception as error:  # training continues
             taken = SnapshotTaken(number, boundary, why_not=f"rank {session.rank}: {error}")
         session.channel.send(taken)

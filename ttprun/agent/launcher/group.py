@@ -32,7 +32,7 @@ from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node_agent import NodeAgent, NodeEyes, ReplaceHandler
-from ttprun.agent.node.process_watch import ProcessWatch, UnhookedRanks
+from ttprun.agent.node.process_watch import Again, ProcessWatch, UnhookedRanks
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
 from ttprun.agent.node.state_copies import Memory
 from ttprun.chaos.injected_faults import Fault
@@ -122,7 +122,8 @@ class Group:
         self.comparisons = Comparisons(node, wire, times, incidents)
         self.checkpoints = Checkpoints(node, wire, run.checkpoint_writer, self.comparisons)
         buffers = [SnapshotBuffer(*place) for place in self.memory.snapshots]
-        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints, buffers)
+        self.again = Again(node, self.watch, run.standbys)
+        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints, self.again, buffers)
         self.repairs: Repairs = (
             Frameworks(node) if node.config.mindio else Replays(node, wire, self.comparisons, self.checkpoints)
         )
@@ -263,6 +264,7 @@ class Group:
     def close(self) -> None:
         """The ranks are gone: give back what was kept of them."""
         self.checkpoints.drop()
+        self.again.end()
         self.snapshots.close()
         self.mirrors.close()
         self.memory.close()

@@ -354,7 +354,8 @@ class Rewinds:
     def _is_trusted(self, slot: Row) -> bool:
         """Whether what a rank has done since is what it must do again: nothing says that its state was wrong."""
         incident = self._node.job.incident
-        return not slot.divergence and (incident is None or incident.kind != MismatchFound.kind)
+        untrusted = (MismatchFound.kind, recovery.StepDiffers.kind)
+        return not slot.divergence and (incident is None or incident.kind not in untrusted)
 
     def load_state(self, action: to_rank.LoadState) -> None:
         """Have ranks load what replicas share."""

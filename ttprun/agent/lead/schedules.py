@@ -33,12 +33,14 @@ class SnapshotTimes:
     def __init__(self, node: Lead) -> None:
         self._node = node
         self._interval = node.interval
-        self.is_off = node.interval.is_never
+        self._verified_every = node.config.verified_every
+        self.is_off = node.interval.is_never and not self._verified_every
         self.why_off = ""
         self.is_wanted = False
         self.cost_s = 0.0
         self._began_s = self._last_s = time.monotonic()
         self._written_s = -math.inf
+        self.verified_s = self._began_s  # when a step was verified last
 
     def begin_anew(self) -> None:
         """All ranks are new."""
@@ -58,7 +60,7 @@ class SnapshotTimes:
         """Whether the next one is to be taken now, or in so many seconds."""
         if self.is_wanted:
             return True
-        if self._interval.steps is not None:
+        if self._verified_every or self._interval.steps is not None:
             return True  # the ranks themselves count the steps
         now = time.monotonic()
         wanted_s = self._wanted_s(now)
@@ -80,7 +82,10 @@ class SnapshotTimes:
 
     def is_due_on_disk(self) -> bool:
         """Whether the one that has just been taken is to be written to disk."""
-        return not self._is_only_source or self._last_s - self._written_s >= self._wanted_s(self._last_s)
+        if self._interval.is_never:
+            return False  # it was taken for --verify-steps alone
+        is_rare = not (self._is_only_source or self._verified_every)
+        return is_rare or self._last_s - self._written_s >= self._wanted_s(self._last_s)
 
     def note_written(self) -> None:
         """The newest one is written to disk."""

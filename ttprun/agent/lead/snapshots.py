@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from ttprun import recovery
 from ttprun.agent.base import stored_states
@@ -17,13 +19,39 @@ from ttprun.agent.lead.checkpoints import Checkpoints, SnapshotBuffer
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.lead import Lead, Row
 from ttprun.agent.lead.schedules import SnapshotTimes
+from ttprun.errors import counted
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
+from ttprun.recovery.replicas import Finding, judge
 from ttprun.tensors.shares import version_of
 
 logger = logging.getLogger("ttprun")
 
 _ROOM_AHEAD_S = 60.0
+
+
+class TakesAgain(Protocol):
+    """Has a step taken again; see `Again` in agent/node/process_watch.py."""
+
+    def begin(self, rank: int, stored: stored_states.Stored, done: Callable[[from_rank.StepTaken], None]) -> str: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass
+class _Verified:
+    """A step that is verified: that of one rank, after a snapshot.
+
+    taken    what the rank has made of it, and then what other processes have
+    cost_s   time that the ranks have spent on it
+    """
+
+    rank: int
+    boundary: int
+    since_s: float
+    cost_s: float
+    taken: list[from_rank.StepTaken] = field(default_factory=list)
 
 
 @dataclass
@@ -39,6 +67,7 @@ class Snapshots:
     _times: SnapshotTimes
     _comparisons: Comparisons
     _checkpoints: Checkpoints
+    _again: TakesAgain
     buffers: list[SnapshotBuffer]
     newest: SnapshotBuffer | None = None
     share_bytes: int = 0
@@ -47,6 +76,10 @@ class Snapshots:
     _number: int = 0  # of the one that was asked for last
     _is_pending: bool = False
     _reason: str = ""  # why there was none the last time
+    _verified: _Verified | None = None  # the step that is being verified; no snapshot is taken meanwhile
+    _early: tuple[Row, from_rank.StepTaken] | None = None  # the newest
+    _has_said: bool = False
+    _not_verified: set[str] = field(default_factory=set)  # reasons that were said
 
     def close(self) -> None:
         """The ranks are gone: give the memory back."""
@@ -60,13 +93,16 @@ class Snapshots:
         job = self._node.job
         if self._times.is_off or job.phase is not recovery.JobPhase.RUNNING or job.unprotected_reason or job.are_alone:
             self._is_pending = False  # a rank that has been replaced does not take it
+            self._end_verification()
             return
+        if self._verified is not None and time.monotonic() - self._verified.since_s > self._limit_s:
+            self._note_not_verified(f"it takes longer than {self._limit_s:.0f} s")
         if self.share_bytes and not self._has_room and self._times.is_due(_ROOM_AHEAD_S):
             self._has_room = True
             fresh = [fd for buffer in self.buffers if not buffer.is_asked for fd in buffer.shares]
             self._taking = stored_states.take_ahead(fresh, self.share_bytes)
         is_taking = self._taking is not None and self._taking.is_alive()  # it would make a share longer than it is
-        if self._is_pending or is_taking or not self._times.is_due():
+        if self._is_pending or is_taking or self._verified is not None or not self._times.is_due():
             return
         number = self._next_number()
         if self.buffers[number % len(self.buffers)].is_read:
@@ -75,6 +111,76 @@ class Snapshots:
         self.buffers[number % len(self.buffers)].reports = {}
         self.buffers[number % len(self.buffers)].is_asked = True
         self._node.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
+
+    @property
+    def _limit_s(self) -> float:
+        return self._node.config.replay_timeout_s
+
+    def verify(self, slot: Row, message: from_rank.StepTaken) -> None:
+        """The rank whose step is verified has taken it: have another process take it again, from the snapshot."""
+        verified, snapshot, self._early = self._verified, self.newest, (slot, message)
+        if verified is None or snapshot is None or (slot.rank, message.boundary) != (verified.rank, verified.boundary):
+            return
+        if message.why_not:
+            self._note_not_verified(message.why_not)
+            return
+        verified.taken.append(message)
+        verified.cost_s += message.took_s
+        self._take_again(verified, snapshot)
+
+    def _take_again(self, verified: _Verified, snapshot: SnapshotBuffer) -> None:
+        def done(message: from_rank.StepTaken) -> None:
+            if self._verified is not verified:
+                return
+            if message.why_not:
+                self._note_not_verified(message.why_not)
+                return
+            verified.taken.append(message)
+            finding, what = judge([taken.rows for taken in verified.taken])
+            if finding is Finding.AGAIN:
+                self._take_again(verified, snapshot)
+            else:
+                self._conclude(verified, finding, what)
+
+        if why_not := self._again.begin(verified.rank, snapshot.as_stored(), done):
+            self._note_not_verified(why_not)
+
+    def _conclude(self, verified: _Verified, finding: Finding, what: str) -> None:
+        """The step has been taken often enough."""
+        rank, step = verified.rank, verified.boundary
+        times, now = self._times, time.monotonic()
+        since_s, times.verified_s = now - times.verified_s, now
+        share = verified.cost_s / since_s
+        about = {"rank": rank, "step": step, "finding": str(finding), "what": what, "took_s": now - verified.since_s}
+        self._node.log("step_verified", **about, cost_s=verified.cost_s, share=share)
+        slot = self._node.slots[rank]
+        if finding is Finding.SUSPECT:
+            reason = f"it has computed {what} of step {step} otherwise than two other processes from the same state"
+            self._node.advance(recovery.StepDiffers(at_s=now, rank=rank, pid=slot.pid, boundary=step, reason=reason))
+        elif finding is Finding.EQUAL and not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "step %d of rank %d was taken again by another process, and is equal (%s; it costs %.2f %% of the "
+                "training's time); more is said only of differences",
+                *(step, rank, counted(len(verified.taken[0].rows), "digest"), 100 * share),
+            )
+        elif finding is not Finding.EQUAL:
+            logger.warning("step %d of rank %d, taken again: %s: %s", step, rank, finding, what)
+        self._verified = None
+
+    def _note_not_verified(self, why_not: str) -> None:
+        verified = self._verified
+        assert verified is not None
+        self._node.log("step_not_verified", rank=verified.rank, step=verified.boundary, reason=why_not)
+        if why_not not in self._not_verified:
+            self._not_verified.add(why_not)
+            logger.warning("step %d of rank %d is not verified: %s", verified.boundary, verified.rank, why_not)
+        self._end_verification()
+
+    def _end_verification(self) -> None:
+        if self._verified is not None:
+            self._again.end()
+            self._verified = None
 
     def _next_number(self) -> int:
         """Its place is not that of the newest complete one."""
@@ -117,6 +223,11 @@ class Snapshots:
         if self._node.job.snapshot != buffer.boundary:
             return  # no replay could reach it: the job goes back to the one before, which stays
         is_first, self.newest, self._reason = self.newest is None, buffer, ""
+        if self._node.config.verified_every:
+            rank = self._number % len(self._node.slots)
+            self._verified = _Verified(rank, buffer.boundary, time.monotonic(), took_s)
+            if self._early is not None:  # the last rank's report of its part has come later
+                self.verify(*self._early)
         if is_first:
             self._comparisons.note_snapshot()
         self._node.log(

@@ -17,28 +17,39 @@ import logging
 import os
 import selectors
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
-from ttprun.agent.base import life_signs
+from ttprun.agent.base import life_signs, stack_dumps
 from ttprun.agent.base.life_signs import Causes
 from ttprun.agent.base.loop import unwatch
+from ttprun.agent.base.stored_states import Stored, path_of
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, Process
-from ttprun.agent.node.rank_processes import SHIM, RankHandler, StandbyHandler, command_of, with_agent
-from ttprun.agent.node.standbys import PART, StandbyWatch
+from ttprun.agent.node.rank_processes import (
+    SHIM,
+    RankHandler,
+    StandbyHandler,
+    command_of,
+    kill_session,
+    lower_priority,
+    with_agent,
+)
+from ttprun.agent.node.standbys import PART, Standbys, StandbyWatch
 from ttprun.agent.node.state_copies import Memory
+from ttprun.capture.records.recorder import Recorder
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, standby_messages, to_rank
-from ttprun.protocol.board import FINISHED, Field
-from ttprun.protocol.channel import Message
+from ttprun.protocol.board import FINISHED, Board, Field
+from ttprun.protocol.channel import Message, Order
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.from_rank import RankUnprotected
 from ttprun.protocol.node_messages import Said
-from ttprun.protocol.rank_events import RankStarted
+from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.reason import Reason
 from ttprun.rank.bootstrap import unhooked
 
@@ -80,7 +91,7 @@ class ProcessWatch:
             mirror_copies_bytes=self._mirrors.copies.limit_bytes,
             own_state=self._memory.paths_for(slot.local_rank),
             buffers=self._memory.snapshots_of(slot.local_rank),
-            snapshot_every_steps=node.interval.steps or 0,
+            snapshot_every_steps=config.verified_every or node.interval.steps or 0,
             record_limit_mib=config.record_limit_mib,
             journal_limit_mib=config.journal_limit_mib,
             commit_timeout_s=config.commit_timeout_s,
@@ -98,6 +109,7 @@ class ProcessWatch:
             is_strict=config.proof == "strict",
             prints_traceback=bool(handler.start["stderr"]),
             trace=config.trace or "",
+            verified=path_of(self._memory.verified[slot.local_rank]) if self._memory.verified else "",
         )
         fds, environment = [node.board_fd, slot.record_fd, slot.stack_fd], {}
         if node.peers.address:
@@ -280,6 +292,87 @@ def _take_code(handler: RankHandler) -> None:
     """Wait for an exit code that the kernel holds back."""
     while handler.proc.poll() is None:
         time.sleep(_LOOK_AGAIN_S)
+
+
+class Again:
+    """Has a step of a rank taken again, by a copy of a standby that is told to be that rank, and by nobody else.
+
+    It gets the orders of a rank that goes back to a snapshot; its board, records and stacks are its own.
+    """
+
+    def __init__(self, node: Node, watch: ProcessWatch, standbys: Standbys) -> None:
+        self._node, self._watch, self._standbys = node, watch, standbys
+        self._handler: RankHandler | None = None
+
+    def begin(self, rank: int, stored: Stored, done: Callable[[from_rank.StepTaken], None]) -> str:
+        """Have the step after a snapshot taken; returns why not, "" if `done` will be told what has come of it.
+
+        done   is not called if `end` is, before
+        """
+        node = self._node
+        if (copy := self._standbys.copy()) is None:
+            return "no standby is ready"
+        lower_priority(copy.process.pid)
+        slot, own = node.process(rank), [Board.create(node.world_size)[0], Recorder.create(node.slot_bytes)]
+        own.append(stack_dumps.create())
+        handler = self._handler = StandbyHandler(
+            slot.handler.start | dict.fromkeys(("stdout", "stderr"), os.devnull), copy
+        )
+        try:
+            Recorder(own[1], node.slot_bytes).restore(stored.rank_part(rank))
+            welcome, fds = self._watch.introduction(slot, handler, is_replacement=True)
+            nothing: dict[str, Any] = {key: [] for key in ("mirror", "mirror_copies", "own_state", "buffers")}
+            nothing |= {"verify_every": 0, "snapshot_every_steps": 0, "nan_limit_s": None, "trace": ""}
+            options = replace(welcome.options, **nothing, allow_faults=False, takes_again=True)
+            handler.channel.waits = True
+            handler.channel.send(replace(welcome, options=options, faults=[]), [*own, *fds[len(own) :]])
+        finally:
+            for fd in own:
+                os.close(fd)
+        orders: dict[type[Message], Order] = {
+            from_rank.Present: to_rank.Replay(rank, node.generation, stored.boundary, None),
+            from_rank.RankReplayed: to_rank.LoadState(
+                *((), node.generation, stored.boundary, stored.files),
+                owners={key: list(ranks) for key, ranks in stored.owners.items()},
+                header=stored.header_of(rank),
+            ),
+            from_rank.RankRepaired: to_rank.Resume((), node.generation, stored.boundary),
+        }
+        take = partial(self._take, handler, orders, done, stored.boundary)
+        node.selector.register(handler.channel.sock, selectors.EVENT_READ, take)
+        return ""
+
+    def _take(
+        self,
+        handler: RankHandler,
+        orders: Mapping[type[Message], Order],
+        done: Callable[[from_rank.StepTaken], None],
+        boundary: int,
+    ) -> None:
+        try:
+            messages = handler.channel.read_available()
+        except (EOFError, OSError):
+            messages = [from_rank.StepTaken(boundary, why_not="its process has ended")]
+        for message in messages:
+            match message:
+                case MismatchFound(reason=reason) | from_rank.RankUnprotected(reason=reason):
+                    message = from_rank.StepTaken(boundary, why_not=str(reason))
+                case from_rank.ScriptError(error=error):
+                    message = from_rank.StepTaken(boundary, why_not=error)
+            if type(message) in orders:
+                handler.channel.send(orders[type(message)])
+            elif isinstance(message, from_rank.StepTaken) and self._handler is handler:
+                self.end()
+                done(message)
+
+    def end(self) -> None:
+        """Nobody waits for it any more: end its process."""
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            unwatch(self._node.selector, handler.channel.sock)
+            kill_session(handler.proc.pid)
+            handler.close()
+            self._node.in_background(partial(_take_code, handler))
 
 
 EVERY_S = 0.5

@@ -46,18 +46,19 @@ class Memory:
     """Of each rank of a node, memory for its own state and for snapshots, and what is kept of the node before.
 
     snapshots   places for two; whoever decides on them closes them, as they may be on their way to the disk
+    verified    by local rank, for what the collectives of a step have given to it; none if no step is verified
     """
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._own = _new_places("own-state", len(node.here))
         self.snapshots = _new_places("snapshot", len(node.here))
+        self.verified = stored_states.new_memory("verified", len(node.here) if node.config.verified_every else 0)
 
     def close(self) -> None:
         """The ranks are gone: give the memory back."""
-        for records, tensors in self._own:
-            for fd in (*records, *tensors):
-                os.close(fd)
+        for fd in (*(fd for place in self._own for fds in place for fd in fds), *self.verified):
+            os.close(fd)
 
     def snapshots_of(self, local_rank: int) -> list[tuple[str, str]]:
         """Where a rank puts its part of each snapshot."""

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import torch
 
 from ttprun.capture.effects.effects import Effects
@@ -28,9 +30,9 @@ from ttprun.capture.replay.replay import Replay
 from ttprun.groups import thread_collectives
 from ttprun.groups.operations import OPERATIONS, tensors_in
 from ttprun.groups.process_group import groups_of
-from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone
+from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone, fill
 from ttprun.introspect import fail_open, stages
-from ttprun.introspect.current_rank import Mode, Rank
+from ttprun.introspect.current_rank import INPUT, Mode, Rank
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
@@ -38,6 +40,7 @@ from ttprun.protocol.reason import Reason
 from ttprun.rank import proof
 from ttprun.rank.proof import MismatchError, report_mismatch
 from ttprun.rank.step import special_steps
+from ttprun.rank.verification import StepRows
 from ttprun.tensors import gradients, mirror, open_boundaries, optimizer_registry, replicated
 from ttprun.tensors.gradients import GRADIENT
 from ttprun.tensors.mirror import Mirror
@@ -148,6 +151,7 @@ _MOST_NAMED = 4  # hyperparameters
 SET_VARIABLES = "a replay sets the variables where it jumps into a loop"  # among the origins: see `end_by_error`
 
 
+_KILL_LIMIT_S = 60.0
 _THREAD_LIMIT_S = 5.0  # in which a thread ends that the lost rank's record has as ended
 
 
@@ -357,6 +361,10 @@ class ReplayRun(Replay, Mode):
                 optimizer_registry.optimizers(),
                 lambda: report_mismatch(session.channel, session.generation, gradients.CARRIED),
             )
+        if session.options.takes_again:
+            session.stand_at(self.boundary)
+            session.stand_in(GivenStep(session, self.boundary))
+            return
         self.unmute()
         session[Results].begin_step(self.boundary)
         session[PostStepWeights].is_kept = self.target.fields.kept
@@ -386,3 +394,51 @@ class ReplayRun(Replay, Mode):
 
 def _origins_of(session: Rank) -> set[str]:
     return {place for place, _ in Effects(session[Recorder]).drawn()}
+
+
+class GivenStep(Mode):
+    """One step, taken again by itself: what its collectives have given to the rank is given again, in their order.
+
+    boundary   that it follows
+    """
+
+    is_live = False  # what it prints and writes is dropped, as in a replay
+    is_alone = True
+
+    def __init__(self, session: Rank, boundary: int) -> None:
+        self.boundary = boundary
+        self._session = session
+        with open(session.options.verified, "rb") as file:
+            self._given = deque(msgpack.unpackb(file.read()))
+        session.kept = StepRows(session, boundary)
+
+    @property
+    def step(self) -> int:
+        """As in Mode."""
+        return self.boundary
+
+    @property
+    def newest_step(self) -> int:
+        """As in Mode."""
+        return self.boundary
+
+    def answer(self, entry: Entry) -> bool:
+        """Note its inputs, and fill its outputs with what the rank got."""
+        session = self._session
+        signature, outputs = self._given.popleft() if self._given else ("nothing", [])
+        if (signature, [len(raw) for raw in outputs]) != (entry.signature, [out.nbytes for out in entry.outputs]):
+            why = f"'{entry.signature.strip()}' is issued where the rank had '{signature.strip()}'"
+            report_mismatch(session.channel, session.generation, Reason("other-collective", why))
+        inputs_at, outputs_at = OPERATIONS[entry.op]
+        is_receiver = entry.op == "broadcast" and entry.group.is_receiver(entry.args)
+        if inputs_at is not None and not is_receiver:
+            inputs = entry.outputs if inputs_at == outputs_at else tensors_in(entry.args[inputs_at])
+            session.kept.note(INPUT, entry.op, inputs)
+        fill(entry.outputs, outputs)
+        return True
+
+    def after_step(self) -> None:
+        """The optimizer has stepped: report what the step came to, and wait to be ended."""
+        self._session.kept.end(self._session, fail_open.caller())
+        threading.Event().wait(_KILL_LIMIT_S)
+        os._exit(1)

@@ -236,6 +236,8 @@ def commit(
     The wait has no deadline: a late rank would hold up the others in the next collective anyhow. But if that rank waits
     in a collective itself, the ranks do not step together, and protection ends after commit_timeout_s.
     """
+    if session.kept is not None:
+        session.kept.gather(session)
     while True:
         with session.lock:
             if session.is_holding and session.settle_at < boundary and not session.unprotected:

@@ -42,7 +42,7 @@ from ttprun.rank.proof import Alignment, report_mismatch
 from ttprun.rank.step import special_steps
 from ttprun.rank.step.commit_barrier import commit, wait_for_all
 from ttprun.rank.step.record import look_without_group, write_record
-from ttprun.rank.verification import Verifier
+from ttprun.rank.verification import StepRows, Verifier
 from ttprun.tensors import gradients, optimizer_registry, replicated
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
@@ -137,7 +137,7 @@ def _begin_step(session: Rank, optimizer: torch.optim.Optimizer, frame: FrameTyp
         signal_handlers.Now.is_stepping = True
         return returned
     costs = session.costs
-    costs.begin(session.applied + 1, _is_on_device)
+    costs.begin(session.applied + 1, lambda: accelerator.in_use() is not None)
     since = costs.now() if costs.is_on else 0
     step = _Step(session, optimizer, frame, returned)
     for _, act, _ in BEGIN:
@@ -332,10 +332,6 @@ def _collect_dropped() -> None:
     gc.collect()
 
 
-def _is_on_device() -> bool:
-    return accelerator.in_use() is not None
-
-
 @unseen
 def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Global post-hook of Optimizer.step: it has run to its end.
@@ -443,7 +439,12 @@ def _end_step(step: _Step) -> None:
 
 
 def _stop_if_divergent(step: _Step) -> None:
-    step.session.parts[Verifier].stop_if_divergent()
+    session = step.session
+    if session.kept is not None:
+        session.kept.end(session, step.frame)
+    elif session.parts[SnapshotPart].verified_at == step.boundary:
+        session.kept = StepRows(session, step.boundary)
+    session.parts[Verifier].stop_if_divergent()
 
 
 END: tuple[Stage[_Step], ...] = (
@@ -476,7 +477,7 @@ def _look_at_state(session: Rank) -> None:
         except fail_open.NotRepairableError as error:
             reason = Reason.of(error, "state-unreadable")
             session.give_up_protection(reason.within(f"{reason}, and another rank cannot load that"))
-        if _is_on_device():
+        if accelerator.in_use() is not None:
             _look_beside(session)
 
 
