@@ -406,7 +406,9 @@ class StepRows:
     def keep(self, entry: Entry) -> None:
         """An operation has completed: keep what it gives, before the script can change it."""
         began_s = time.thread_time()
-        if all(output.is_cpu for output in entry.outputs):
+        if any(not output.is_cpu for output in entry.outputs):
+            self._why_not = _ON_DEVICE
+        else:
             self._given[id(entry)] = [bytes_of(output).tobytes() for output in entry.outputs]
         self._took_s += time.thread_time() - began_s
 
@@ -422,7 +424,8 @@ class StepRows:
             self._why_not = self._why_not if self._why_not == _ON_DEVICE else ""
         except Exception as error:  # e.g. no memory: this step is not verified
             fail_open.raise_if_meant(error)
-            self._why_not = f"what its collectives have given cannot be kept ({error!r})"
+            if self._why_not != _ON_DEVICE:
+                self._why_not = f"what its collectives have given cannot be kept ({error!r})"
 
     def end(self, session: Rank, frame: FrameType | None) -> None:
         """The step has ended: add what the optimizer has made of it, and report all."""

@@ -54,7 +54,7 @@ class RankDiverged(LivingRankLost, frozen=True, kw_only=True):
 class StepDiffers(LivingRankLost, frozen=True, kw_only=True):
     """A rank has computed its step after a snapshot otherwise than two other processes have from the same state.
 
-    boundary           of the snapshot
+    boundary           newest that the rank has passed
     detected_after_s   not known: it may have gone wrong at any moment of that step
     reason             what it has computed otherwise
     """

@@ -264,11 +264,11 @@ def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
 def on_step_differs(job: Job, event: StepDiffers) -> Result:
     """RUNNING: what a rank has computed wrongly is in all ranks by now: all go back to before that, in new processes.
 
-    If they cannot, only the rank is known to be wrong.
+    There is a snapshot of that step's beginning, as none is taken while it is verified.
     """
-    job = open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0)
+    job = replace(open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0), stood_at=event.boundary)
     job = job.with_incident(ranks=(event.rank,), reason=Reason("other-weights", event.sentence))
-    return take_lower_rung(job, event.at_s, Reason(text="its results are in all ranks"), is_trusted=False)
+    return take_lower_rung(job, event.at_s, Reason(), is_trusted=False)
 
 
 def on_stop(job: Job, event: StopAsked) -> Result:

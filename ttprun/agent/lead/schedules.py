@@ -40,7 +40,6 @@ class SnapshotTimes:
         self.cost_s = 0.0
         self._began_s = self._last_s = time.monotonic()
         self._written_s = -math.inf
-        self.verified_s = self._began_s  # when a step was verified last
 
     def begin_anew(self) -> None:
         """All ranks are new."""

@@ -29,6 +29,7 @@ from ttprun.tensors.shares import version_of
 logger = logging.getLogger("ttprun")
 
 _ROOM_AHEAD_S = 60.0
+NO_STANDBY = "no standby is ready"
 
 
 class TakesAgain(Protocol):
@@ -44,12 +45,14 @@ class _Verified:
     """A step that is verified: that of one rank, after a snapshot.
 
     taken    what the rank has made of it, and then what other processes have
-    cost_s   time that the ranks have spent on it
+    every_s  from the snapshot before
+    cost_s   time that the rank has spent on it
     """
 
     rank: int
     boundary: int
     since_s: float
+    every_s: float
     cost_s: float
     taken: list[from_rank.StepTaken] = field(default_factory=list)
 
@@ -79,6 +82,7 @@ class Snapshots:
     _verified: _Verified | None = None  # the step that is being verified; no snapshot is taken meanwhile
     _early: tuple[Row, from_rank.StepTaken] | None = None  # the newest
     _has_said: bool = False
+    _taken_s: float = field(default_factory=time.monotonic)  # when the newest was complete
     _not_verified: set[str] = field(default_factory=set)  # reasons that were said
 
     def close(self) -> None:
@@ -148,15 +152,13 @@ class Snapshots:
     def _conclude(self, verified: _Verified, finding: Finding, what: str) -> None:
         """The step has been taken often enough."""
         rank, step = verified.rank, verified.boundary
-        times, now = self._times, time.monotonic()
-        since_s, times.verified_s = now - times.verified_s, now
-        share = verified.cost_s / since_s
+        now, share = time.monotonic(), verified.cost_s / verified.every_s
         about = {"rank": rank, "step": step, "finding": str(finding), "what": what, "took_s": now - verified.since_s}
         self._node.log("step_verified", **about, cost_s=verified.cost_s, share=share)
-        slot = self._node.slots[rank]
         if finding is Finding.SUSPECT:
             reason = f"it has computed {what} of step {step} otherwise than two other processes from the same state"
-            self._node.advance(recovery.StepDiffers(at_s=now, rank=rank, pid=slot.pid, boundary=step, reason=reason))
+            pid, applied = self._node.slots[rank].pid, self._node.board.get(rank, Field.APPLIED)
+            self._node.advance(recovery.StepDiffers(at_s=now, rank=rank, pid=pid, boundary=applied, reason=reason))
         elif finding is Finding.EQUAL and not self._has_said:
             self._has_said = True
             logger.warning(
@@ -172,7 +174,7 @@ class Snapshots:
         verified = self._verified
         assert verified is not None
         self._node.log("step_not_verified", rank=verified.rank, step=verified.boundary, reason=why_not)
-        if why_not not in self._not_verified:
+        if why_not not in (*self._not_verified, NO_STANDBY):
             self._not_verified.add(why_not)
             logger.warning("step %d of rank %d is not verified: %s", verified.boundary, verified.rank, why_not)
         self._end_verification()
@@ -225,7 +227,9 @@ class Snapshots:
         is_first, self.newest, self._reason = self.newest is None, buffer, ""
         if self._node.config.verified_every:
             rank = self._number % len(self._node.slots)
-            self._verified = _Verified(rank, buffer.boundary, time.monotonic(), took_s)
+            now = time.monotonic()
+            self._verified = _Verified(rank, buffer.boundary, now, now - self._taken_s, took_s)
+            self._taken_s = now
             if self._early is not None:  # the last rank's report of its part has come later
                 self.verify(*self._early)
         if is_first:

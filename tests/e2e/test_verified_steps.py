@@ -1,0 +1,71 @@
+"""Steps that another process takes again (--verify-steps): a flipped bit is found, named, and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import EPOCHS, Launch, Run, RunTtprun, assert_same_outcome
+
+GATED = "gated_steps.py"
+STEP = 15  # the first one that is taken again, once a standby is ready; of rank 1
+# What a bit is flipped in -> the fault, and what is found first.
+CORRUPTIONS = {
+    "gradient": ("flip-gradient:rank=1,step=15,phase=backward,seed=5", "input of allreduce 1"),
+    "batch": ("flip-batch:rank=1,step=15,phase=forward,seed=5", "input of allreduce 1"),  # too little for the loss
+    "weight": ("flip-bit:rank=1,step=15,phase=forward,seed=5", "loss 1"),
+    "optimizer state": ("flip-state:rank=1,step=15,phase=forward,seed=5", "weights of "),
+}
+
+
+@pytest.mark.parametrize("is_sticky", [False, True], ids=["once", "sticky"])
+@pytest.mark.parametrize("where", CORRUPTIONS)
+def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those_of_an_undisturbed_run(
+    where: str,
+    is_sticky: bool,
+    start_ttprun: Callable[..., Launch],
+    undisturbed: Callable[..., Run],
+    tmp_path: Path,
+) -> None:
+    fault, named = CORRUPTIONS[where]
+    gate, second = tmp_path / "gate", tmp_path / "second"
+    launch = start_ttprun(
+        GATED,
+        2,
+        faults=[f"{fault},sticky=1" if is_sticky else fault],
+        options=["--verify-steps", f"1/{STEP}", "--verify-every", "0"],
+        script_args=["--gate", str(gate), "--second", str(second)],
+    )
+    launch.wait_for_standby("ready")
+    gate.touch()
+    launch.wait_for_event("step_verified", finding="suspect")
+    second.touch()
+    run = launch.finish()
+
+    (incident,) = run.incidents
+    assert (incident["kind"], incident["ranks"], incident["rung"]) == ("corruption", [1], "rewind"), run.story()
+    assert incident["outcome"] == "recovered", run.story()
+    (verified,) = (event for event in run.events if event["event"] == "step_verified" and event["finding"] == "suspect")
+    assert (verified["rank"], verified["step"]) == (1, STEP), run.story()
+    assert verified["what"].startswith(named), run.story()
+    assert "rank 1 is suspect: it has computed" in run.output, run.story()
+    reference = undisturbed(GATED, 2)
+    assert (run.hashes, run.final, run.exit_code) == (reference.hashes, reference.final, 0), run.story()
+
+
+def test_of_a_sound_run_with_dropout_and_workers_nothing_is_said_and_its_outcome_is_the_same(
+    run_ttprun: RunTtprun, undisturbed: Callable[..., Run]
+) -> None:
+    args = ["--per-rank", "1200", "--workers", "1"]  # 450 steps
+
+    run = run_ttprun(EPOCHS, 2, options=["--verify-steps", "1/10"], script_args=args)
+
+    verified = [event for event in run.events if event["event"] == "step_verified"]
+    assert {event["rank"] for event in verified} == {0, 1}, run.story()
+    assert {event["finding"] for event in verified} == {"equal"}, run.story()
+    assert {event["reason"] for event in run.events if event["event"] == "step_not_verified"} <= {"no standby is ready"}
+    assert "was taken again by another process, and is equal" in run.output, run.story()
+    assert not run.incidents, run.story()
+    assert_same_outcome(run, undisturbed(EPOCHS, 2, script_args=args))
