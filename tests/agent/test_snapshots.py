@@ -78,6 +78,7 @@ class FakeNode:
 
     def __init__(self, every: str) -> None:
         self.interval = parse_interval(every)
+        self.config = SimpleNamespace(verified_every=0, replay_timeout_s=600.0)
         self.job: Any = SimpleNamespace(
             phase=recovery.JobPhase.RUNNING,
             unprotected_reason=Reason(),
@@ -87,7 +88,7 @@ class FakeNode:
             snapshot=None,
         )
         self.is_hindered = False
-        self.here = self.slots = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
+        self.here = self.slots = [SimpleNamespace(local_rank=rank, rank=rank, pid=100 + rank) for rank in range(RANKS)]
         self.board = Board.create(RANKS)[1]
         self.advanced: list[Event] = []
         self.logged: list[dict[str, Any]] = []
@@ -501,3 +502,65 @@ def test_a_snapshot_of_a_group_that_is_gone_is_kept_until_it_is_on_the_disk(job:
 @pytest.fixture(autouse=True)
 def warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="ttprun")
+
+
+class FakeAgain:
+    """Steps that are to be taken again: whoever waits for what comes of each."""
+
+    def __init__(self, why_not: str = "") -> None:
+        self.why_not = why_not
+        self.begun: list[tuple[int, int, Callable[[SnapshotTaken], None]]] = []
+
+    def begin(self, rank: int, stored: Any, done: Callable[[SnapshotTaken], None]) -> str:
+        self.begun.append((rank, stored.boundary, done))
+        return self.why_not
+
+    def end(self) -> None: ...
+
+
+def verified(monkeypatch: pytest.MonkeyPatch, why_not: str = "") -> tuple[Job, FakeAgain]:
+    """A job whose first snapshot, of boundary 20, is followed by a step of rank 1 that is verified."""
+    one, again = Job("never", monkeypatch), FakeAgain(why_not)
+    one.node.config.verified_every = 20
+    one.times = SnapshotTimes(one.node)  # type: ignore[arg-type]
+    one.snapshots._times, one.snapshots.again = one.times, again
+    assert one.look() == 1
+    one.report(0, 20)
+    one.take_report(1, step_of("a"))  # read before what was sent earlier by the other rank
+    one.report(1, 20)
+    return one, again
+
+
+def step_of(digest: str, why_not: str = "") -> SnapshotTaken:
+    return SnapshotTaken(0, 20, why_not, rows=(("loss 1", digest, "1"),))
+
+
+@pytest.mark.parametrize(("others", "finding"), [("a", "equal"), ("ba", "other"), ("bb", "suspect")])
+def test_a_step_is_taken_again_until_two_agree_and_meanwhile_no_snapshot_is_taken(
+    monkeypatch: pytest.MonkeyPatch, others: str, finding: str
+) -> None:
+    one, again = verified(monkeypatch)
+
+    for number, digest in enumerate(others):
+        assert one.look() == 1
+        assert [begun[:2] for begun in again.begun] == [(1, 20)] * (number + 1)
+        again.begun[-1][2](step_of(digest))
+
+    (event,) = one.events("step_verified")
+    assert (event["rank"], event["step"], event["finding"]) == (1, 20, finding)
+    differing = [event.rank for event in one.node.advanced if isinstance(event, recovery.StepDiffers)]
+    assert differing == ([1] if finding == "suspect" else [])
+    assert one.look() == 2
+    assert one.checkpoints.written == []  # such a snapshot is not for the disk
+
+
+def test_a_step_that_cannot_be_taken_again_is_named_once_and_the_next_one_is_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, again = verified(monkeypatch)
+
+    again.begun[0][2](step_of("b", "the script has failed"))
+
+    assert [event["reason"] for event in one.events("step_not_verified")] == ["the script has failed"]
+    assert caplog.messages == ["step 20 of rank 1 is not verified: the script has failed"]
+    assert one.look() == 2

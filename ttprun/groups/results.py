@@ -172,16 +172,16 @@ class Answers:
         kept = self._by_place[place][(min if is_oldest_first else max)(steps)].popleft()
         if [len(raw) for raw in kept] != [tensor.nbytes for tensor in outputs]:
             return False
-        fill(outputs, kept)
+        self.fill(outputs, kept)
         return True
 
-
-@torch.no_grad()
-def fill(outputs: list[torch.Tensor], kept: list[bytes]) -> None:
-    """Write what is kept of an operation's outputs, which have the same sizes in bytes."""
-    for tensor, raw in zip(outputs, kept, strict=True):
-        if raw:
-            tensor.detach().copy_(torch.frombuffer(bytearray(raw), dtype=tensor.dtype).reshape(tensor.shape))
+    @staticmethod
+    @torch.no_grad()
+    def fill(outputs: list[torch.Tensor], kept: list[bytes]) -> None:
+        """Write what is kept of an operation's outputs, which have the same sizes in bytes."""
+        for tensor, raw in zip(outputs, kept, strict=True):
+            if raw:
+                tensor.detach().copy_(torch.frombuffer(bytearray(raw), dtype=tensor.dtype).reshape(tensor.shape))
 
 
 def as_if_alone(entry: Entry) -> None:

@@ -256,8 +256,7 @@ class Rank:
         self.changed = threading.Condition(self.lock)
         self.row = self.board.row(self.rank)
         self.costs = Costs(self.row[Field.COST : Field.COST + 1 + len(PARTS)])
-        self._is_joined = False
-        self._hindrances_reported = 0
+        self._is_joined, self._hindrances_reported = False, 0
         first = self.rank - self.local_rank if self.ranks_here else 0
         self.rows_here = range(first, first + (self.ranks_here or self.board.n_ranks))
         self.recorded = self.board.column(Field.RECORDED)[first : self.rows_here.stop]
@@ -425,6 +424,10 @@ class Rank:
     def go_live(self) -> None:
         """The script runs as it is from here on."""
         self.mode = LIVE
+
+    def note_step(self, rows: Any) -> None:
+        """What this step comes to is noted from here on (None: not any more)."""
+        self.kept = rows
 
     def end_run(self) -> None:
         """This run of the script has ended with an exception."""

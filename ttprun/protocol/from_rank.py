@@ -352,21 +352,6 @@ class StoppedDivergent(Message, frozen=True):
     """A rank whose weights differ from its replicas' waits after a boundary, to be replaced."""
 
 
-class StepTaken(Message, frozen=True):
-    """What a step came to, in the rank whose step is verified, or in a process that has taken it again.
-
-    boundary   that the step follows
-    rows       in the order in which they were computed: what it is, its digest, and how large it is, as text
-    why_not    why it cannot be compared; "" if it can
-    took_s     processor time that noting it took
-    """
-
-    boundary: int
-    rows: tuple[tuple[str, str, str], ...] = ()
-    why_not: str = ""
-    took_s: float = 0.0
-
-
 class NanFound(Message, frozen=True):
     """There is a NaN before a step.
 
@@ -411,6 +396,6 @@ Report = (
     | Put | RowChanged
     | Broken | RankFrozen | RankReplayed | StateSent | RankRepaired | RankRebuilt | RankReissued | MismatchFound
     | Compared | Unaligned | Aligned
-    | Held | StoppedDivergent | StepTaken | NanFound
+    | Held | StoppedDivergent | NanFound
     | FaultStruck | FaultFailed
 )  # fmt: skip

@@ -48,6 +48,8 @@ class SnapshotTaken(Message, frozen=True):
     share          None if it was not
     records_bytes  of its own records
     took_s         for the copy
+    rows           set: what the step after the snapshot came to, in the order in which it was computed: what it is, its
+                   digest, and how large it is, as text; `why_not` then says why it cannot be compared
     """
 
     number: int
@@ -56,6 +58,7 @@ class SnapshotTaken(Message, frozen=True):
     share: Share | None = None
     records_bytes: int = 0
     took_s: float = 0.0
+    rows: tuple[tuple[str, str, str], ...] | None = None
 
 
 class MirroredShare(Message, frozen=True):

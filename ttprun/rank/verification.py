@@ -34,6 +34,7 @@ from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.tensor_bytes import FOLDED_FROM, Unseen, bytes_of, comparable, elements_of, folded
 from ttprun.protocol import from_rank
 from ttprun.tensors import holdings, optimizer_registry
+from ttprun.tensors.shares import SnapshotPart
 
 if TYPE_CHECKING:
     from ttprun.groups.operations import Entry
@@ -429,7 +430,8 @@ class StepRows:
 
     def end(self, session: Rank, frame: FrameType | None) -> None:
         """The step has ended: add what the optimizer has made of it, and report all."""
-        session.kept, began_s = None, time.thread_time()
+        session.note_step(None)
+        began_s = time.thread_time()
         try:
             names = holdings.names(frame)
             for key, digests in holdings.in_full(None).items():
@@ -439,7 +441,7 @@ class StepRows:
             fail_open.raise_if_meant(error)
             self._why_not = f"its weights cannot be hashed ({in_one_line(error)})"
         took_s = self._took_s + time.thread_time() - began_s
-        session.channel.send(from_rank.StepTaken(self.boundary, tuple(self._rows), self._why_not, took_s))
+        session[SnapshotPart].report_step(session.channel, self.boundary, self._rows, self._why_not, took_s)
 
 
 def nan_in(journal: Journal) -> str:

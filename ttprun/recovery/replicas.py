@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import zip_longest
 from math import isclose
+from typing import NamedTuple
 
 from ttprun.protocol.reason import Reason
 
@@ -365,37 +365,37 @@ def find_difference(issued: Mapping[int, Mapping[str, Sequence[str]]]) -> Differ
     return None
 
 
-class Finding(StrEnum):
-    """What is found of a step that was taken several times from the same state."""
-
-    EQUAL = "equal"
-    AGAIN = "to be taken once more"
-    SUSPECT = "suspect"
-    OTHER = "the other process was wrong"
-    ROUNDING = "equal to rounding"
-    INCONCLUSIVE = "inconclusive"
-
-
 Rows = Sequence[tuple[str, str, str]]
 _ROUNDING = 1e-3  # of the sum of all elements: kernels that are not reproducible differ by much less
 
 
-def judge(taken: Sequence[Rows]) -> tuple[Finding, str]:
-    """What is found, and what differs first, in words.
+class Judgement(NamedTuple):
+    """What is found of a step that was taken several times from the same state.
+
+    finding   "equal"; "again": it is to be taken once more; "suspect": two others agree against the rank; "other": the
+              first other one was wrong; all differ: "rounding", or "inconclusive"
+    what      what differs first, in words; "" if nothing does
+    """
+
+    finding: str
+    what: str = ""
+
+
+def judge(taken: Sequence[Rows]) -> Judgement:
+    """Judge a step.
 
     taken   the rank's own, and then one or two others': what was computed, its digest, the sum of its elements
     """
     own, first, *rest = taken
     if own == first:
-        return Finding.EQUAL, ""
+        return Judgement("equal")
+    what = _first_difference(own, first)
     if not rest:
-        return Finding.AGAIN, _first_difference(own, first)
-    if first == rest[0]:
-        return Finding.SUSPECT, _first_difference(own, first)
-    if own == rest[0]:
-        return Finding.OTHER, _first_difference(own, first)
+        return Judgement("again", what)
+    if rest[0] in (own, first):
+        return Judgement("suspect" if rest[0] == first else "other", what)
     is_near = _are_near(own, first) and _are_near(own, rest[0])
-    return Finding.ROUNDING if is_near else Finding.INCONCLUSIVE, _first_difference(own, first)
+    return Judgement("rounding" if is_near else "inconclusive", what)
 
 
 def _first_difference(own: Rows, other: Rows) -> str:

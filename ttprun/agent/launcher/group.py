@@ -123,7 +123,7 @@ class Group:
         self.checkpoints = Checkpoints(node, wire, run.checkpoint_writer, self.comparisons)
         buffers = [SnapshotBuffer(*place) for place in self.memory.snapshots]
         self.again = Again(node, self.watch, run.standbys)
-        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints, self.again, buffers)
+        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints, buffers, self.again)
         self.repairs: Repairs = (
             Frameworks(node) if node.config.mindio else Replays(node, wire, self.comparisons, self.checkpoints)
         )

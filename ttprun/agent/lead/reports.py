@@ -76,7 +76,6 @@ _ROWS: dict[type[Message], Handling] = {
     from_rank.Held: Handling("comparisons.take", "comparisons"),
     SnapshotSize: Handling("_on_snapshot_size", "snapshots"),
     SnapshotTaken: Handling("snapshots.take", "snapshots"),
-    from_rank.StepTaken: Handling("snapshots.verify", "snapshots"),
     Dumped: Handling("checkpoints.take_dumped"),
     # What is not proved.
     from_rank.Compared: Handling("_on_compared", "incident notes"),

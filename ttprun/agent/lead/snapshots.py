@@ -20,10 +20,8 @@ from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.lead import Lead, Row
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.errors import counted
-from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
-from ttprun.recovery.replicas import Finding, judge
 from ttprun.tensors.shares import version_of
 
 logger = logging.getLogger("ttprun")
@@ -35,7 +33,7 @@ NO_STANDBY = "no standby is ready"
 class TakesAgain(Protocol):
     """Has a step taken again; see `Again` in agent/node/process_watch.py."""
 
-    def begin(self, rank: int, stored: stored_states.Stored, done: Callable[[from_rank.StepTaken], None]) -> str: ...
+    def begin(self, rank: int, stored: stored_states.Stored, done: Callable[[SnapshotTaken], None]) -> str: ...
 
     def end(self) -> None: ...
 
@@ -54,7 +52,7 @@ class _Verified:
     since_s: float
     every_s: float
     cost_s: float
-    taken: list[from_rank.StepTaken] = field(default_factory=list)
+    taken: list[SnapshotTaken] = field(default_factory=list)
 
 
 @dataclass
@@ -62,6 +60,7 @@ class Snapshots:
     """The snapshots of a node's ranks.
 
     buffers      memory for them
+    again        has steps taken again that are verified; None: no step is verified
     newest       the newest complete one
     share_bytes  about how large a rank's share will be; 0 before the first step
     """
@@ -70,8 +69,8 @@ class Snapshots:
     _times: SnapshotTimes
     _comparisons: Comparisons
     _checkpoints: Checkpoints
-    _again: TakesAgain
     buffers: list[SnapshotBuffer]
+    again: TakesAgain | None = None
     newest: SnapshotBuffer | None = None
     share_bytes: int = 0
     _has_room: bool = False
@@ -80,7 +79,7 @@ class Snapshots:
     _is_pending: bool = False
     _reason: str = ""  # why there was none the last time
     _verified: _Verified | None = None  # the step that is being verified; no snapshot is taken meanwhile
-    _early: tuple[Row, from_rank.StepTaken] | None = None  # the newest
+    _early: tuple[Row, SnapshotTaken] | None = None  # the newest
     _has_said: bool = False
     _taken_s: float = field(default_factory=time.monotonic)  # when the newest was complete
     _not_verified: set[str] = field(default_factory=set)  # reasons that were said
@@ -120,7 +119,7 @@ class Snapshots:
     def _limit_s(self) -> float:
         return self._node.config.replay_timeout_s
 
-    def verify(self, slot: Row, message: from_rank.StepTaken) -> None:
+    def _verify(self, slot: Row, message: SnapshotTaken) -> None:
         """The rank whose step is verified has taken it: have another process take it again, from the snapshot."""
         verified, snapshot, self._early = self._verified, self.newest, (slot, message)
         if verified is None or snapshot is None or (slot.rank, message.boundary) != (verified.rank, verified.boundary):
@@ -133,40 +132,40 @@ class Snapshots:
         self._take_again(verified, snapshot)
 
     def _take_again(self, verified: _Verified, snapshot: SnapshotBuffer) -> None:
-        def done(message: from_rank.StepTaken) -> None:
+        def done(message: SnapshotTaken) -> None:
             if self._verified is not verified:
                 return
             if message.why_not:
                 self._note_not_verified(message.why_not)
                 return
             verified.taken.append(message)
-            finding, what = judge([taken.rows for taken in verified.taken])
-            if finding is Finding.AGAIN:
+            judged = recovery.StepDiffers.judge([taken.rows or () for taken in verified.taken])
+            if judged.finding == "again":
                 self._take_again(verified, snapshot)
             else:
-                self._conclude(verified, finding, what)
+                self._conclude(verified, *judged)
 
-        if why_not := self._again.begin(verified.rank, snapshot.as_stored(), done):
+        if self.again and (why_not := self.again.begin(verified.rank, snapshot.as_stored(), done)):
             self._note_not_verified(why_not)
 
-    def _conclude(self, verified: _Verified, finding: Finding, what: str) -> None:
+    def _conclude(self, verified: _Verified, finding: str, what: str) -> None:
         """The step has been taken often enough."""
         rank, step = verified.rank, verified.boundary
         now, share = time.monotonic(), verified.cost_s / verified.every_s
-        about = {"rank": rank, "step": step, "finding": str(finding), "what": what, "took_s": now - verified.since_s}
+        about = {"rank": rank, "step": step, "finding": finding, "what": what, "took_s": now - verified.since_s}
         self._node.log("step_verified", **about, cost_s=verified.cost_s, share=share)
-        if finding is Finding.SUSPECT:
+        if finding == "suspect":
             reason = f"it has computed {what} of step {step} otherwise than two other processes from the same state"
             pid, applied = self._node.slots[rank].pid, self._node.board.get(rank, Field.APPLIED)
             self._node.advance(recovery.StepDiffers(at_s=now, rank=rank, pid=pid, boundary=applied, reason=reason))
-        elif finding is Finding.EQUAL and not self._has_said:
+        elif finding == "equal" and not self._has_said:
             self._has_said = True
             logger.warning(
                 "step %d of rank %d was taken again by another process, and is equal (%s; it costs %.2f %% of the "
                 "training's time); more is said only of differences",
-                *(step, rank, counted(len(verified.taken[0].rows), "digest"), 100 * share),
+                *(step, rank, counted(len(verified.taken[0].rows or ()), "digest"), 100 * share),
             )
-        elif finding is not Finding.EQUAL:
+        elif finding != "equal":
             logger.warning("step %d of rank %d, taken again: %s: %s", step, rank, finding, what)
         self._verified = None
 
@@ -180,8 +179,8 @@ class Snapshots:
         self._end_verification()
 
     def _end_verification(self) -> None:
-        if self._verified is not None:
-            self._again.end()
+        if self.again is not None and self._verified is not None:
+            self.again.end()
             self._verified = None
 
     def _next_number(self) -> int:
@@ -190,7 +189,10 @@ class Snapshots:
         return number + 1 if self.newest is self.buffers[number % len(self.buffers)] else number
 
     def take(self, slot: Row, message: SnapshotTaken) -> None:
-        """A rank has written its part of a snapshot, or could not."""
+        """A rank has written its part of a snapshot, or could not; or taken the step after it, if that is verified."""
+        if message.rows is not None:
+            self._verify(slot, message)
+            return
         if message.number != self._number or not self._is_pending:
             return
         if message.share is None:
@@ -225,13 +227,13 @@ class Snapshots:
         if self._node.job.snapshot != buffer.boundary:
             return  # no replay could reach it: the job goes back to the one before, which stays
         is_first, self.newest, self._reason = self.newest is None, buffer, ""
-        if self._node.config.verified_every:
+        if self.again is not None and self._node.config.verified_every:
             rank = self._number % len(self._node.slots)
             now = time.monotonic()
             self._verified = _Verified(rank, buffer.boundary, now, now - self._taken_s, took_s)
             self._taken_s = now
             if self._early is not None:  # the last rank's report of its part has come later
-                self.verify(*self._early)
+                self._verify(*self._early)
         if is_first:
             self._comparisons.note_snapshot()
         self._node.log(

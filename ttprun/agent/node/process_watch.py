@@ -51,6 +51,7 @@ from ttprun.protocol.from_rank import RankUnprotected
 from ttprun.protocol.node_messages import Said
 from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.reason import Reason
+from ttprun.protocol.snapshot_messages import SnapshotTaken
 from ttprun.rank.bootstrap import unhooked
 
 logger = logging.getLogger("ttprun")
@@ -304,7 +305,7 @@ class Again:
         self._node, self._watch, self._standbys = node, watch, standbys
         self._handler: RankHandler | None = None
 
-    def begin(self, rank: int, stored: Stored, done: Callable[[from_rank.StepTaken], None]) -> str:
+    def begin(self, rank: int, stored: Stored, done: Callable[[SnapshotTaken], None]) -> str:
         """Have the step after a snapshot taken; returns why not, "" if `done` will be told what has come of it.
 
         done   is not called if `end` is, before
@@ -346,22 +347,22 @@ class Again:
         self,
         handler: RankHandler,
         orders: Mapping[type[Message], Order],
-        done: Callable[[from_rank.StepTaken], None],
+        done: Callable[[SnapshotTaken], None],
         boundary: int,
     ) -> None:
         try:
             messages = handler.channel.read_available()
         except (EOFError, OSError):
-            messages = [from_rank.StepTaken(boundary, why_not="its process has ended")]
+            messages = [SnapshotTaken(0, boundary, "its process has ended", rows=())]
         for message in messages:
             match message:
                 case MismatchFound(reason=reason) | from_rank.RankUnprotected(reason=reason):
-                    message = from_rank.StepTaken(boundary, why_not=str(reason))
+                    message = SnapshotTaken(0, boundary, str(reason), rows=())
                 case from_rank.ScriptError(error=error):
-                    message = from_rank.StepTaken(boundary, why_not=error)
+                    message = SnapshotTaken(0, boundary, error, rows=())
             if type(message) in orders:
                 handler.channel.send(orders[type(message)])
-            elif isinstance(message, from_rank.StepTaken) and self._handler is handler:
+            elif isinstance(message, SnapshotTaken) and self._handler is handler:
                 self.end()
                 done(message)
 

@@ -30,7 +30,7 @@ from ttprun.capture.replay.replay import Replay
 from ttprun.groups import thread_collectives
 from ttprun.groups.operations import OPERATIONS, tensors_in
 from ttprun.groups.process_group import groups_of
-from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone, fill
+from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone
 from ttprun.introspect import fail_open, stages
 from ttprun.introspect.current_rank import INPUT, Mode, Rank
 from ttprun.introspect.tensor_bytes import bytes_of
@@ -410,7 +410,7 @@ class GivenStep(Mode):
         self._session = session
         with open(session.options.verified, "rb") as file:
             self._given = deque(msgpack.unpackb(file.read()))
-        session.kept = StepRows(session, boundary)
+        session.note_step(StepRows(session, boundary))
 
     @property
     def step(self) -> int:
@@ -434,7 +434,7 @@ class GivenStep(Mode):
         if inputs_at is not None and not is_receiver:
             inputs = entry.outputs if inputs_at == outputs_at else tensors_in(entry.args[inputs_at])
             session.kept.note(INPUT, entry.op, inputs)
-        fill(entry.outputs, outputs)
+        Answers.fill(entry.outputs, outputs)
         return True
 
     def after_step(self) -> None:

@@ -443,7 +443,7 @@ def _stop_if_divergent(step: _Step) -> None:
     if session.kept is not None:
         session.kept.end(session, step.frame)
     elif session.parts[SnapshotPart].verified_at == step.boundary:
-        session.kept = StepRows(session, step.boundary)
+        session.note_step(StepRows(session, step.boundary))
     session.parts[Verifier].stop_if_divergent()
 
 
