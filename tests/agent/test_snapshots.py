@@ -84,6 +84,7 @@ class FakeNode:
             unprotected_reason=Reason(),
             are_alone=False,
             incident_count=0,
+            generation=0,
             replicas=UNKNOWN,
             snapshot=None,
         )
@@ -507,23 +508,22 @@ def warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
 class FakeAgain:
     """Steps that are to be taken again: whoever waits for what comes of each."""
 
-    def __init__(self, why_not: str = "") -> None:
-        self.why_not = why_not
+    def __init__(self) -> None:
         self.begun: list[tuple[int, int, Callable[[SnapshotTaken], None]]] = []
 
     def begin(self, rank: int, stored: Any, done: Callable[[SnapshotTaken], None]) -> str:
         self.begun.append((rank, stored.boundary, done))
-        return self.why_not
+        return ""
 
     def end(self) -> None: ...
 
 
-def verified(monkeypatch: pytest.MonkeyPatch, why_not: str = "") -> tuple[Job, FakeAgain]:
+def verified(monkeypatch: pytest.MonkeyPatch, is_proved: bool = True) -> tuple[Job, FakeAgain]:
     """A job whose first snapshot, of boundary 20, is followed by a step of rank 1 that is verified."""
-    one, again = Job("never", monkeypatch), FakeAgain(why_not)
+    one, again = Job("never", monkeypatch), FakeAgain()
     one.node.config.verified_every = 20
     one.times = SnapshotTimes(one.node)  # type: ignore[arg-type]
-    one.snapshots._times, one.snapshots.again = one.times, again
+    one.snapshots._times, one.snapshots.again, one.snapshots._is_proved = one.times, again, is_proved
     assert one.look() == 1
     one.report(0, 20)
     one.take_report(1, step_of("a"))  # read before what was sent earlier by the other rank
@@ -552,6 +552,27 @@ def test_a_step_is_taken_again_until_two_agree_and_meanwhile_no_snapshot_is_take
     assert differing == ([1] if finding == "suspect" else [])
     assert one.look() == 2
     assert one.checkpoints.written == []  # such a snapshot is not for the disk
+
+
+def test_as_long_as_no_step_was_equal_two_others_that_agree_make_no_rank_suspect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, again = verified(monkeypatch, is_proved=False)
+
+    for _ in range(2):
+        again.begun[-1][2](step_of("b"))
+
+    assert not [event for event in one.node.advanced if isinstance(event, recovery.StepDiffers)]
+    assert "inconclusive: loss 1; no step was equal before" in caplog.text
+
+
+def test_of_a_rank_that_may_have_been_replaced_in_its_step_nothing_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, again = verified(monkeypatch)
+    one.node.job.generation += 1
+
+    assert one.look() == 2
+    again.begun[0][2](step_of("b"))
+    assert one.events("step_verified") == []
 
 
 def test_a_step_that_cannot_be_taken_again_is_named_once_and_the_next_one_is_tried(

@@ -10,13 +10,13 @@ import pytest
 from tests.e2e.harness import EPOCHS, Launch, Run, RunTtprun, assert_same_outcome
 
 GATED = "gated_steps.py"
-STEP = 15  # the first one that is taken again, once a standby is ready; of rank 1
+EVERY = 15  # the first one that is taken again, once a standby is ready, is of rank 1, the second one of rank 0
 # What a bit is flipped in -> the fault, and what is found first.
 CORRUPTIONS = {
-    "gradient": ("flip-gradient:rank=1,step=15,phase=backward,seed=5", "input of allreduce 1"),
-    "batch": ("flip-batch:rank=1,step=15,phase=forward,seed=5", "input of allreduce 1"),  # too little for the loss
-    "weight": ("flip-bit:rank=1,step=15,phase=forward,seed=5", "loss 1"),
-    "optimizer state": ("flip-state:rank=1,step=15,phase=forward,seed=5", "weights of "),
+    "gradient": ("flip-gradient:rank=0,step=30,phase=backward,seed=5", "input of allreduce 1"),
+    "batch": ("flip-batch:rank=0,step=30,phase=forward,seed=5", "input of allreduce 1"),  # too little for the loss
+    "weight": ("flip-bit:rank=0,step=30,phase=forward,seed=5", "loss 1"),
+    "optimizer state": ("flip-state:rank=0,step=30,phase=forward,seed=5", "weights of "),
 }
 
 
@@ -30,27 +30,29 @@ def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those
     tmp_path: Path,
 ) -> None:
     fault, named = CORRUPTIONS[where]
-    gate, second = tmp_path / "gate", tmp_path / "second"
+    gate, second, third = tmp_path / "gate", tmp_path / "second", tmp_path / "third"
     launch = start_ttprun(
         GATED,
         2,
         faults=[f"{fault},sticky=1" if is_sticky else fault],
-        options=["--verify-steps", f"1/{STEP}", "--verify-every", "0"],
-        script_args=["--gate", str(gate), "--second", str(second)],
+        options=["--verify-steps", f"1/{EVERY}", "--verify-every", "0"],
+        script_args=["--gate", str(gate), "--second", str(second), "--third", str(third)],
     )
     launch.wait_for_standby("ready")
     gate.touch()
-    launch.wait_for_event("step_verified", finding="suspect")
+    launch.wait_for_event("step_verified", finding="equal")
     second.touch()
+    launch.wait_for_event("step_verified", finding="suspect")
+    third.touch()
     run = launch.finish()
 
     (incident,) = run.incidents
-    assert (incident["kind"], incident["ranks"], incident["rung"]) == ("corruption", [1], "rewind"), run.story()
+    assert (incident["kind"], incident["ranks"], incident["rung"]) == ("corruption", [0], "rewind"), run.story()
     assert incident["outcome"] == "recovered", run.story()
     (verified,) = (event for event in run.events if event["event"] == "step_verified" and event["finding"] == "suspect")
-    assert (verified["rank"], verified["step"]) == (1, STEP), run.story()
+    assert (verified["rank"], verified["step"]) == (0, 2 * EVERY), run.story()
     assert verified["what"].startswith(named), run.story()
-    assert "rank 1 is suspect: it has computed" in run.output, run.story()
+    assert "rank 0 is suspect: it has computed" in run.output, run.story()
     reference = undisturbed(GATED, 2)
     assert (run.hashes, run.final, run.exit_code) == (reference.hashes, reference.final, 0), run.story()
 

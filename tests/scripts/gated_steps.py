@@ -1,4 +1,4 @@
-"""A small model under DDP with dropout, whose ranks wait before step 12 until a file is there, and before step 24."""
+"""A small model under DDP with dropout, whose ranks wait before steps 12, 24 and 36 until a file is there."""
 
 import os
 import time
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-args = arguments(gate="", second="")
+args = arguments(gate="", second="", third="")
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -20,10 +20,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
 losses = []
 for step in range(40):
-    while step == 12 and args.gate and not os.path.exists(args.gate):
-        time.sleep(0.02)
-    while step == 24 and args.second and not os.path.exists(args.second):
-        time.sleep(0.02)
+    for at, gate in ((12, args.gate), (24, args.second), (36, args.third)):
+        while step == at and gate and not os.path.exists(gate):
+            time.sleep(0.02)
     x = torch.randn(64, 16)
     loss = (model(x) - x.sum(1, keepdim=True)).pow(2).mean()
     optimizer.zero_grad()

@@ -73,8 +73,8 @@ class Mode:
     def note_not_proved(self, text: str) -> None:
         """The script has found something that may be other than it was for the lost rank."""
 
-    def leaves_step_out(self, frame: FrameType) -> bool:
-        """Whether a GradScaler has left out the lost rank's step at this place."""
+    def leaves_step_out(self, frame: FrameType) -> bool | None:
+        """Whether a GradScaler has left out the lost rank's step at this place; None: it finds out."""
         return False
 
     def before_step(self, frame: FrameType, returned: Any = None, optimizer: Any = None) -> Any:

@@ -246,6 +246,10 @@ class Looks:
     agreed_at: int | None = None
     reported: Mapping[Reported, Mapping[int, Mapping[int, Mapping[str, Held]]]] = field(default_factory=dict)
 
+    def why_not_one_whole(self, cuts: Sequence[Cut], names: Mapping[str, str]) -> Reason:
+        """As the function of this name, of what is known by now."""
+        return why_not_one_whole(self.replicas.shards, cuts, names)
+
     def note(
         self,
         rank: int,

@@ -28,7 +28,7 @@ from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Share
 from ttprun.rank.verification import PROOF_STEPS
 from ttprun.recovery.phases import may_rewind
-from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
+from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas
 from ttprun.state.cost_limits import in_words
 
 logger = logging.getLogger("ttprun")
@@ -154,7 +154,7 @@ class Comparisons:
         """Nothing is stored of parts that do not make one whole."""
         everyone = range(len(self._node.slots))
         cuts = [self._cuts.get(rank, {}) for rank in everyone]
-        self.why_not_stored = str(why_not_one_whole(self._looks.replicas.shards, cuts, self._names))
+        self.why_not_stored = str(self._looks.why_not_one_whole(cuts, self._names))
         if self.why_not_stored:
             self._times.is_off, self._times.why_off = True, self.why_not_stored
 

@@ -28,6 +28,8 @@ logger = logging.getLogger("ttprun")
 
 _ROOM_AHEAD_S = 60.0
 NO_STANDBY = "no standby is ready"
+# Two processes that begin without something that is in no record agree with each other, in each step.
+NOT_PROVED = "no step was equal before, so what it depends on may be in no record"
 
 
 class TakesAgain(Protocol):
@@ -49,6 +51,7 @@ class _Verified:
 
     rank: int
     boundary: int
+    generation: int
     since_s: float
     every_s: float
     cost_s: float
@@ -81,6 +84,7 @@ class Snapshots:
     _verified: _Verified | None = None  # the step that is being verified; no snapshot is taken meanwhile
     _early: tuple[Row, SnapshotTaken] | None = None  # the newest
     _has_said: bool = False
+    _is_proved: bool = False  # a step was equal, so others can be, too; not since a rank was suspect
     _taken_s: float = field(default_factory=time.monotonic)  # when the newest was complete
     _not_verified: set[str] = field(default_factory=set)  # reasons that were said
 
@@ -98,6 +102,8 @@ class Snapshots:
             self._is_pending = False  # a rank that has been replaced does not take it
             self._end_verification()
             return
+        if self._verified is not None and self._verified.generation != job.generation:
+            self._end_verification()  # the rank may have been replaced in that step
         if self._verified is not None and time.monotonic() - self._verified.since_s > self._limit_s:
             self._note_not_verified(f"it takes longer than {self._limit_s:.0f} s")
         if self.share_bytes and not self._has_room and self._times.is_due(_ROOM_AHEAD_S):
@@ -151,6 +157,9 @@ class Snapshots:
     def _conclude(self, verified: _Verified, finding: str, what: str) -> None:
         """The step has been taken often enough."""
         rank, step = verified.rank, verified.boundary
+        if finding == "suspect" and not self._is_proved:
+            finding, what = "inconclusive", f"{what}; {NOT_PROVED}"
+        self._is_proved = finding == "equal" or (self._is_proved and finding != "suspect")
         now, share = time.monotonic(), verified.cost_s / verified.every_s
         about = {"rank": rank, "step": step, "finding": finding, "what": what, "took_s": now - verified.since_s}
         self._node.log("step_verified", **about, cost_s=verified.cost_s, share=share)
@@ -230,7 +239,9 @@ class Snapshots:
         if self.again is not None and self._node.config.verified_every:
             rank = self._number % len(self._node.slots)
             now = time.monotonic()
-            self._verified = _Verified(rank, buffer.boundary, now, now - self._taken_s, took_s)
+            self._verified = _Verified(
+                rank, buffer.boundary, self._node.job.generation, now, now - self._taken_s, took_s
+            )
             self._taken_s = now
             if self._early is not None:  # the last rank's report of its part has come later
                 self._verify(*self._early)

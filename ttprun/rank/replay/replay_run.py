@@ -437,6 +437,10 @@ class GivenStep(Mode):
         Answers.fill(entry.outputs, outputs)
         return True
 
+    def leaves_step_out(self, frame: FrameType) -> bool | None:
+        """As in Mode: a GradScaler decides by itself."""
+        return None
+
     def after_step(self) -> None:
         """The optimizer has stepped: report what the step came to, and wait to be ended."""
         self._session.kept.end(self._session, fail_open.caller())

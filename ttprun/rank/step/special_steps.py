@@ -110,8 +110,8 @@ def wrap_maybe_opt_step(original: Any) -> Any:
         session = current()
         if session is not None and not session.mode.is_live:
             is_left_out = session.mode.leaves_step_out(fail_open.caller())
-            for flag in state["found_inf_per_device"].values():
-                flag.fill_(float(is_left_out))
+            for flag in () if is_left_out is None else state["found_inf_per_device"].values():
+                flag.fill_(float(bool(is_left_out)))
         before = None if session is None else session.applied
         returned = original(self, optimizer, state, *args, **kwargs)
         if session is not None and session.applied == before:
