@@ -187,7 +187,7 @@ def test_a_torch_that_never_answers_is_given_up(tmp_path: Path) -> None:
     assert probe.read(limit_s=1.0) == {"error": "it has not answered within 1 s"}
 
 
-def no_repair(version: str) -> list[Finding]:
+def no_repair(version: str, pair: object) -> list[Finding]:
     """Takes the place of `repair`, which runs a real job."""
     return [Finding("software", "repair", f"not tried on {version}")]
 

@@ -7,18 +7,18 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from ttprun import __version__
 from ttprun.chaos.trial.twins import Launch, clean_environment
-from ttprun.cli.device_check import devices_at_work
 from ttprun.cli.machine_checks import CHECKS, Finding, judged
 from ttprun.cli.software_checks import Probe, accelerators, mindio_variables, software
 from ttprun.cli.terminal import open_console
@@ -52,9 +52,8 @@ def doctor(
     """Check this machine: what of recovery works here, what does not, and how to fix it.
 
     Each row is printed when it is known. A job of two tiny ranks is run, one of which is killed and must be replaced:
-    that takes about ten seconds, and another ten where there is a GPU or an NPU, on which two ranks try what a recovery
-    needs. Nothing is changed, and nothing but a report remains. Exit code: 0 training with recovery can work here, 1 it
-    cannot.
+    that takes about ten seconds, and another ten where there is a GPU or an NPU, on which the same is done. Nothing is
+    changed, and nothing but a report remains. Exit code: 0 training with recovery can work here, 1 it cannot.
     """
     report = Path(file or "ttprun-report.md") if with_report else None
     if file and report is None:
@@ -92,9 +91,9 @@ def all_findings() -> Iterator[Finding]:
     answer = probe.read()
     yield from examined("software", lambda: software(answer))
     yield from examined("devices", lambda: accelerators(answer))
-    yield from examined("two ranks", lambda: devices_at_work(answer))
-    if "torch" in answer:
-        yield from examined("repair", lambda: repair(answer["torch"]))
+    for pair in (pair_of(answer), ON_THE_CPU) if "torch" in answer else ():
+        if pair is not None:
+            yield from examined("repair", partial(repair, answer["torch"], pair))
 
 
 def examined(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
@@ -169,44 +168,99 @@ def write_report(file: Path, findings: list[Finding]) -> None:
 
 LIMIT_S = 90.0
 FAULT = "kill:rank=1,step=3,phase=backward"
+BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
 SCRIPT = """\
+import os
+import sys
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo")
+kind, backend, *indices = sys.argv[1:]
+rank = int(os.environ["RANK"])
+if kind == "cuda" and indices[0] == indices[1]:  # NCCL takes ranks on one GPU only if they seem to be on two machines
+    os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+if kind != "cpu":
+    torch.get_device_module(kind).set_device(int(indices[rank]))
+dist.init_process_group(backend)
 torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1).to(kind))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(6):
     optimizer.zero_grad()
-    model(torch.full((2, 4), 1.0 + step + dist.get_rank())).mean().backward()
+    model(torch.full((2, 4), 1.0 + step + rank, device=kind)).mean().backward()
     optimizer.step()
 dist.destroy_process_group()
 """
 _CURE = "install a release of torch that was tried (see README), and report this"
 
 
-def repair(version: str, limit_s: float = LIMIT_S) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks and their devices.
+
+    kind     "cuda", "npu" or "cpu"
+    indices  of both devices, which may be the same one
+    """
+
+    kind: str
+    indices: tuple[int, int] = (0, 0)
+
+    def __str__(self) -> str:
+        first, other = self.indices
+        where = f"{self.kind} {first}" if first == other else f"{self.kind} {first} and {other}"
+        return f"{'the CPU' if self.kind == 'cpu' else where}, {BACKENDS[self.kind]}"
+
+
+ON_THE_CPU = Pair("cpu")
+
+
+def pair_of(probed: Mapping[str, Any]) -> Pair | None:
+    """Which devices two ranks would use; None: there is none.
+
+    probed  what `Probe.read` has returned
+    """
+    usable = [(device["kind"], device["index"]) for device in probed.get("devices", ()) if device["is_usable"]]
+    for kind in ("cuda", "npu"):
+        indices = [index for of, index in usable if of == kind]
+        if indices:
+            return Pair(kind, (indices[0], indices[1] if len(indices) > 1 else indices[0]))
+    return None
+
+
+def repair(version: str, pair: Pair = ON_THE_CPU, limit_s: float = LIMIT_S) -> Iterator[Finding]:
     """Whether a killed rank is replaced here, on this torch. Blocks for `limit_s` at most; nothing remains afterwards.
 
     version   of torch, for what is said
     """
     with tempfile.TemporaryDirectory(prefix="ttprun-doctor-") as folder:
-        took_s, why_not = _run(Path(folder), limit_s)
-    result = f"on torch {version}: {why_not}" if why_not else f"a killed rank was replaced in {took_s:.1f} s"
-    means = "a rank that dies is not replaced; training itself runs as under torchrun"
-    yield judged("software", "repair", result, not why_not, means, _CURE, "fails")
+        took_s, why_not = _run(Path(folder), pair, limit_s)
+    where = "" if pair is ON_THE_CPU else f" ({pair})"
+    result = (
+        f"on torch {version}{where}: {why_not}" if why_not else f"a killed rank was replaced in {took_s:.1f} s{where}"
+    )
+    if pair is ON_THE_CPU:
+        means = "a rank that dies is not replaced; training itself runs as under torchrun"
+        yield judged("software", "repair", result, not why_not, means, _CURE, "fails")
+    elif pair.kind == "cuda" and pair.indices[0] == pair.indices[1]:
+        means = "with one device here it was not tried what works on several"
+        cure = "let two processes use it (nvidia-smi: compute mode Default), or try a machine with two"
+        yield judged("devices", "repair on a device", result, not why_not, means, cure)
+    else:
+        means = "a rank that dies is not replaced on these devices, or they cannot be used"
+        cure = "report this, with what NCCL_DEBUG=INFO or the logs of CANN say"
+        yield judged("devices", "repair on a device", result, not why_not, means, cure, "fails")
 
 
-def _run(folder: Path, limit_s: float) -> tuple[float, str]:
+def _run(folder: Path, pair: Pair, limit_s: float) -> tuple[float, str]:
     """Run the tiny job; returns (seconds of its repair, why there was none: "" if there was)."""
     script = folder / "two_tiny_ranks.py"
     script.write_text(SCRIPT, encoding="utf-8")
+    words = [str(script), pair.kind, BACKENDS[pair.kind], *map(str, pair.indices)]
     options = ["--standalone", "--nproc-per-node", "2", "--standbys", "0", "--allow-faults", "--fault", FAULT]
     environment = clean_environment() | {"OMP_NUM_THREADS": "1"}
     here = str(Path(__file__).resolve().parents[2])  # the job may run in a folder from which ttprun cannot be imported
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), here)))
-    twin = Launch("ttprun", options, [str(script)], environment, limit_s).run(folder)
+    twin = Launch("ttprun", options, words, environment, limit_s).run(folder)
     if twin.problem:
         return 0.0, f"the job of two tiny ranks: {twin.problem}"
     incidents = twin.status.incidents if twin.status is not None else ()
