@@ -185,9 +185,10 @@ class Config(BaseModel):
     verify_every: int = Field(100, ge=0, description="compare the ranks' weights every N steps; 0: never")
     verify_steps: str | None = Field(
         None,
-        pattern=r"^1/[1-9][0-9]{0,8}$",
+        pattern=r"^1/[1-9][0-9]{0,8}(,before)?$",
         description="1/100: every hundredth step of one rank after the other is taken again by another process, and "
-        "compared. A rank that two others contradict is replaced, and all go back to before that step",
+        "compared. A rank that two others contradict is replaced, and all go back to before that step. "
+        "1/100,before: no rank takes that step before it is compared",
     )
     overhead_budget: str = Field(
         "1%",
@@ -312,7 +313,12 @@ class Config(BaseModel):
     @property
     def verified_every(self) -> int:
         """Steps from one that is taken again to the next; 0: none is."""
-        return int(self.verify_steps.removeprefix("1/")) if self.verify_steps else 0
+        return int(self.verify_steps.removeprefix("1/").partition(",")[0]) if self.verify_steps else 0
+
+    @property
+    def verifies_before(self) -> bool:
+        """The ranks wait for that before they take such a step."""
+        return (self.verify_steps or "").endswith(",before")
 
     @property
     def overhead_share(self) -> float:

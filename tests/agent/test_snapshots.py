@@ -78,7 +78,7 @@ class FakeNode:
 
     def __init__(self, every: str) -> None:
         self.interval = parse_interval(every)
-        self.config = SimpleNamespace(verified_every=0, replay_timeout_s=600.0)
+        self.config = SimpleNamespace(verified_every=0, verifies_before=False, replay_timeout_s=600.0)
         self.job: Any = SimpleNamespace(
             phase=recovery.JobPhase.RUNNING,
             unprotected_reason=Reason(),

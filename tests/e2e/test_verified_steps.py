@@ -20,6 +20,25 @@ CORRUPTIONS = {
 }
 
 
+def corrupted(start_ttprun: Callable[..., Launch], folder: Path, fault: str, verify_steps: str) -> Run:
+    """A run with a fault, in which the first verified step is equal."""
+    gate, second, third = folder / "gate", folder / "second", folder / "third"
+    launch = start_ttprun(
+        GATED,
+        2,
+        faults=[fault],
+        options=["--verify-steps", verify_steps, "--verify-every", "0"],
+        script_args=["--gate", str(gate), "--second", str(second), "--third", str(third)],
+    )
+    launch.wait_for_standby("ready")
+    gate.touch()
+    launch.wait_for_event("step_verified", finding="equal")
+    second.touch()
+    launch.wait_for_event("step_verified", finding="suspect")
+    third.touch()
+    return launch.finish()
+
+
 @pytest.mark.parametrize("is_sticky", [False, True], ids=["once", "sticky"])
 @pytest.mark.parametrize("where", CORRUPTIONS)
 def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those_of_an_undisturbed_run(
@@ -30,21 +49,8 @@ def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those
     tmp_path: Path,
 ) -> None:
     fault, named = CORRUPTIONS[where]
-    gate, second, third = tmp_path / "gate", tmp_path / "second", tmp_path / "third"
-    launch = start_ttprun(
-        GATED,
-        2,
-        faults=[f"{fault},sticky=1" if is_sticky else fault],
-        options=["--verify-steps", f"1/{EVERY}", "--verify-every", "0"],
-        script_args=["--gate", str(gate), "--second", str(second), "--third", str(third)],
-    )
-    launch.wait_for_standby("ready")
-    gate.touch()
-    launch.wait_for_event("step_verified", finding="equal")
-    second.touch()
-    launch.wait_for_event("step_verified", finding="suspect")
-    third.touch()
-    run = launch.finish()
+
+    run = corrupted(start_ttprun, tmp_path, f"{fault},sticky=1" if is_sticky else fault, f"1/{EVERY}")
 
     (incident,) = run.incidents
     assert (incident["kind"], incident["ranks"], incident["rung"]) == ("corruption", [0], "rewind"), run.story()
@@ -53,6 +59,20 @@ def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those
     assert (verified["rank"], verified["step"]) == (0, 2 * EVERY), run.story()
     assert verified["what"].startswith(named), run.story()
     assert "rank 0 is suspect: it has computed" in run.output, run.story()
+    reference = undisturbed(GATED, 2)
+    assert (run.hashes, run.final, run.exit_code) == (reference.hashes, reference.final, 0), run.story()
+
+
+def test_if_it_is_compared_before_the_optimizer_uses_it_no_step_is_lost(
+    start_ttprun: Callable[..., Launch], undisturbed: Callable[..., Run], tmp_path: Path
+) -> None:
+    fault, named = CORRUPTIONS["gradient"]
+
+    run = corrupted(start_ttprun, tmp_path, fault, f"1/{EVERY},before")
+
+    (incident,) = run.incidents
+    assert (incident["outcome"], incident["ranks"], incident["steps_lost"]) == ("recovered", [0], 0), run.story()
+    assert f"it has computed {named} of step {2 * EVERY} otherwise" in incident["reason"], run.story()
     reference = undisturbed(GATED, 2)
     assert (run.hashes, run.final, run.exit_code) == (reference.hashes, reference.final, 0), run.story()
 

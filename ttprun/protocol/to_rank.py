@@ -39,6 +39,7 @@ class Options(Message, frozen=True):
     prints_traceback      stderr goes to a file of the rank's own
     trace                 file to which it adds digests of each step; "": it leaves none
     verified              path for what the collectives of a step have given to it, if its steps are verified; "": not
+    verified_before       and waits before it takes such a step until that is compared
     takes_again           it takes one step again, by itself, with what is in that file
     """
 
@@ -68,6 +69,7 @@ class Options(Message, frozen=True):
     prints_traceback: bool
     trace: str = ""
     verified: str = ""
+    verified_before: bool = False
     takes_again: bool = False
 
 
@@ -166,9 +168,13 @@ class DropReduced(Message, frozen=True):
 
 
 class AllCompared(Message, frozen=True):
-    """All ranks have been compared in full at this boundary; what follows from it was ordered before."""
+    """All ranks have been compared in full at this boundary; what follows from it was ordered before.
+
+    is_of_step   it is the step after this boundary that is compared: nothing was found of it, or it cannot be compared
+    """
 
     boundary: int
+    is_of_step: bool = False
 
 
 class LookAt(Message, frozen=True):

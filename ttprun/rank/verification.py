@@ -33,6 +33,8 @@ from ttprun.introspect.current_rank import BATCH, INPUT, LOSS, Rank, current
 from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.tensor_bytes import FOLDED_FROM, Unseen, bytes_of, comparable, elements_of, folded
 from ttprun.protocol import from_rank
+from ttprun.protocol.board import Phase
+from ttprun.protocol.patience import Patience
 from ttprun.tensors import holdings, optimizer_registry
 from ttprun.tensors.shares import SnapshotPart
 
@@ -150,6 +152,7 @@ def _whose(journal: Journal, entry: Entry) -> Found:
 PROOF_STEPS = 2  # steps after a recovery, before each of which all ranks report their hashes
 _KILL_LIMIT_S = 60.0
 _ANSWER_LIMIT_S = 2.0  # for the agent to compare all ranks
+_LOOK_AGAIN_S = 0.02
 
 
 class Verifier:
@@ -178,6 +181,7 @@ class Verifier:
         self._is_answered = threading.Event()
         self._is_answer_awaited = True
         self._is_divergent = False
+        self._verified_at = -1  # boundary after which a step was compared
         self._why_off = ""
         self._looked: tuple[int, Any] = (-1, lambda: None)  # newest full look: boundary, optimizer (weak)
         self._rows: list[tuple[str, bool]] = []  # of each copy: key of its parameter, whether it is the gradient
@@ -255,9 +259,11 @@ class Verifier:
         if at == boundary and (stepping := optimizer()) is not None:
             self._channel.send(from_rank.Held(boundary, True, holdings.in_full(stepping), {}, {}, [], ""))
 
-    def note_compared(self, boundary: int) -> None:
-        """The agent has compared what all ranks hold before the step to this boundary."""
-        if boundary == self._asked_at:
+    def note_compared(self, boundary: int, is_of_step: bool = False) -> None:
+        """The agent has compared what all ranks hold before the step to this boundary, or the step that follows it."""
+        if is_of_step:
+            self._verified_at = boundary
+        elif boundary == self._asked_at:
             self._is_answered.set()
 
     def await_answer(self) -> None:
@@ -274,6 +280,18 @@ class Verifier:
     def stop_waiting(self) -> None:
         """A recovery begins: it waits for the end of the step, and the answer may never come."""
         self._is_answered.set()
+
+    def await_verified(self, session: Rank, boundary: int) -> None:
+        """Before the step that follows a boundary: wait until it is compared with what another process made of it.
+
+        Blocks for commit_timeout_s at most, or until a recovery begins or the job ends.
+        """
+        patience = Patience(session.options.commit_timeout_s)
+        while self._verified_at != boundary and not (session.is_holding or session.unprotected or patience.look()):
+            if self._journal.is_ended:
+                return
+            session.touch(Phase.REPAIRING)
+            time.sleep(_LOOK_AGAIN_S)
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: compare all hashes before each of the next steps.
@@ -427,10 +445,12 @@ class StepRows:
             fail_open.raise_if_meant(error)
             if self._why_not != _ON_DEVICE:
                 self._why_not = f"what its collectives have given cannot be kept ({error!r})"
+        if session.options.verified_before:
+            self.report(session)
+            session[Verifier].await_verified(session, self.boundary)
 
     def end(self, session: Rank, frame: FrameType | None) -> None:
         """The step has ended: add what the optimizer has made of it, and report all."""
-        session.note_step(None)
         began_s = time.thread_time()
         try:
             names = holdings.names(frame)
@@ -440,8 +460,13 @@ class StepRows:
         except Exception as error:
             fail_open.raise_if_meant(error)
             self._why_not = f"its weights cannot be hashed ({in_one_line(error)})"
-        took_s = self._took_s + time.thread_time() - began_s
-        session[SnapshotPart].report_step(session.channel, self.boundary, self._rows, self._why_not, took_s)
+        self._took_s += time.thread_time() - began_s
+        self.report(session)
+
+    def report(self, session: Rank) -> None:
+        """Nothing more is noted."""
+        session.note_step(None)
+        session[SnapshotPart].report_step(session.channel, self.boundary, self._rows, self._why_not, self._took_s)
 
 
 def nan_in(journal: Journal) -> str:

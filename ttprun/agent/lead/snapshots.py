@@ -20,6 +20,7 @@ from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.lead import Lead, Row
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.errors import counted
+from ttprun.protocol import to_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
 from ttprun.tensors.shares import version_of
@@ -159,6 +160,8 @@ class Snapshots:
         rank, step = verified.rank, verified.boundary
         if finding == "suspect" and not self._is_proved:
             finding, what = "inconclusive", f"{what}; {NOT_PROVED}"
+        if self._node.config.verifies_before:  # it has waited, too, and the others for it
+            verified.cost_s += time.monotonic() - verified.since_s
         self._is_proved = finding == "equal" or (self._is_proved and finding != "suspect")
         now, share = time.monotonic(), verified.cost_s / verified.every_s
         about = {"rank": rank, "step": step, "finding": finding, "what": what, "took_s": now - verified.since_s}
@@ -167,14 +170,16 @@ class Snapshots:
             reason = f"it has computed {what} of step {step} otherwise than two other processes from the same state"
             pid, applied = self._node.slots[rank].pid, self._node.board.get(rank, Field.APPLIED)
             self._node.advance(recovery.StepDiffers(at_s=now, rank=rank, pid=pid, boundary=applied, reason=reason))
-        elif finding == "equal" and not self._has_said:
+        else:
+            self._let_go_on(verified)
+        if finding == "equal" and not self._has_said:
             self._has_said = True
             logger.warning(
                 "step %d of rank %d was taken again by another process, and is equal (%s; it costs %.2f %% of the "
                 "training's time); more is said only of differences",
                 *(step, rank, counted(len(verified.taken[0].rows or ()), "digest"), 100 * share),
             )
-        elif finding != "equal":
+        elif finding not in ("equal", "suspect"):
             logger.warning("step %d of rank %d, taken again: %s: %s", step, rank, finding, what)
         self._verified = None
 
@@ -190,7 +195,13 @@ class Snapshots:
     def _end_verification(self) -> None:
         if self.again is not None and self._verified is not None:
             self.again.end()
+            self._let_go_on(self._verified)
             self._verified = None
+
+    def _let_go_on(self, verified: _Verified) -> None:
+        """If the rank waits before its step, it may take it."""
+        if self._node.config.verifies_before:
+            self._node.slots[verified.rank].send_if_present(to_rank.AllCompared(verified.boundary, is_of_step=True))
 
     def _next_number(self) -> int:
         """Its place is not that of the newest complete one."""

@@ -111,6 +111,7 @@ class ProcessWatch:
             prints_traceback=bool(handler.start["stderr"]),
             trace=config.trace or "",
             verified=path_of(self._memory.verified[slot.local_rank]) if self._memory.verified else "",
+            verified_before=config.verifies_before,
         )
         fds, environment = [node.board_fd, slot.record_fd, slot.stack_fd], {}
         if node.peers.address:

@@ -136,8 +136,8 @@ class Recovery:
                 session[Journal].may_settle = may
             case to_rank.KeepMirror():
                 session[Mirror].want(message)
-            case to_rank.AllCompared(boundary=boundary):
-                session[Verifier].note_compared(boundary)
+            case to_rank.AllCompared(boundary=boundary, is_of_step=is_of_step):
+                session[Verifier].note_compared(boundary, is_of_step)
             case to_rank.LookAt(boundary=boundary):
                 session[Verifier].look_at(boundary)
             case to_rank.GoOn(boundary=boundary):

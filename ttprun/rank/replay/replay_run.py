@@ -441,8 +441,18 @@ class GivenStep(Mode):
         """As in Mode: a GradScaler decides by itself."""
         return None
 
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """As in Mode; the step may be compared before the optimizer takes it."""
+        if self._session.options.verified_before:
+            self._session.kept.report(self._session)
+            self._wait_for_end()
+        return False
+
     def after_step(self) -> None:
-        """The optimizer has stepped: report what the step came to, and wait to be ended."""
+        """The optimizer has stepped: report what the step came to."""
         self._session.kept.end(self._session, fail_open.caller())
+        self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
         threading.Event().wait(_KILL_LIMIT_S)
         os._exit(1)

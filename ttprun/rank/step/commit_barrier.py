@@ -175,6 +175,8 @@ def wait_for_all(session: Rank, boundary: int) -> None:
         else:
             session.touch(Phase.WAITING)
             session.parts[Journal].wait(entry)
+    if session.kept is not None:
+        session.kept.gather(session)
 
 
 class _Wait:
@@ -236,8 +238,6 @@ def commit(
     The wait has no deadline: a late rank would hold up the others in the next collective anyhow. But if that rank waits
     in a collective itself, the ranks do not step together, and protection ends after commit_timeout_s.
     """
-    if session.kept is not None:
-        session.kept.gather(session)
     while True:
         with session.lock:
             if session.is_holding and session.settle_at < boundary and not session.unprotected:
