@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from typing import Any
 
@@ -87,14 +86,3 @@ def make_session(
 def become(session: Rank | None) -> None:
     """Make a session this process's own, without the hooks at fork."""
     current_rank.begin(session)
-
-
-def open_descriptors() -> set[str]:
-    """This process's descriptors and what they are."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        except FileNotFoundError:
-            continue
-    return found

@@ -28,7 +28,7 @@ from ttprun.groups.connection import Exchange
 from ttprun.introspect import ownership
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.protocol.board import Board
-from ttprun.protocol.channel import Channel, Message, Order
+from ttprun.protocol.channel import Channel, Message
 from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import hooks, install
 from ttprun.rank.bootstrap.presence import Presence
@@ -93,10 +93,6 @@ class FakeAgent:
             found = find()
         assert found is not None
         return found
-
-    def send_to_all(self, message: Order) -> None:
-        for line in self.lines:
-            line.send(message)
 
     def break_connections(self) -> list[from_rank.RankFrozen]:
         """A new generation: every rank stops and breaks its connections; returns their reports."""
