@@ -120,7 +120,8 @@ class Resumption:
         with contextlib.suppress(OSError, ValueError):  # it has run elsewhere, or its directory is gone
             status = read_status(RunDirectory(Path(run_dir or killed)).status) if killed else None
             if status is not None:
-                step = max(rank.step or 0 for rank in status.ranks)
+                saved_step = 0 if checkpoint is None else checkpoint.boundary  # the status is written later than that
+                step = max(saved_step, *(rank.step or 0 for rank in status.ranks))
                 where, end, when = f" in step {step + 1}" if step else "", status.updated_at, "before"
         what = "it had saved nothing yet, so the script starts at its first step (--snapshot-every 5min)"
         if checkpoint is not None:
