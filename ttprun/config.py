@@ -60,6 +60,14 @@ class Config(BaseModel):
         description="file that gets a line of digests from each step of each rank, for 'ttprun diff' and 'ttprun check "
         "--against': batch, random numbers, loss, gradients, weights. Costs time in each step",
     )
+    keep_steps: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="keep each rank's last N steps when the job ends or a rank raises an exception, so that 'ttprun "
+        "replay' can take one again in one process. Costs a copy of weights and optimizer state in each step",
+    )
+    keep_steps_mib: int = Field(4096, ge=1, description="MiB of memory that the kept steps of one rank may take")
     rungs: list[RungName] = Field(
         list(get_args(RungName)),
         description="recovery methods that may be used; they are tried in the order of the default. A method that is "

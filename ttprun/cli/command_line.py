@@ -94,7 +94,7 @@ _REPEATABLE = ("faults", "retry_on", "follow")
 # Title of a group in the help -> its keys, in the order in which they are shown.
 GROUPS = {
     "basic options": "run_dir run_id keep_runs keep_runs_days keep_runs_gib log_format follow mindio allow_faults "
-    "faults trace",
+    "faults trace keep_steps keep_steps_mib",
     "recovery": "standbys rungs retry_on exception_retries max_incidents_per_hour "
     "hang_timeout_s verify_every verify_steps overhead_budget proof on_nan "
     "freeze_timeout_s replay_timeout_s transfer_timeout_s resume_timeout_s commit_timeout_s pause_timeout_s "

@@ -38,6 +38,7 @@ COMMANDS = {
     "check": ("ttprun.cli.rehearsals", "check"),
     "drill": ("ttprun.cli.rehearsals", "drill"),
     "diff": ("ttprun.cli.rehearsals", "diff"),
+    "replay": ("ttprun.cli.rehearsals", "replay"),
     "checkpoints": ("ttprun.cli.checkpoints_command", "app"),
     "checkpoint": ("ttprun.cli.checkpoints_command", "app"),  # as in `ttprun checkpoint now`
     "demo": ("ttprun.cli.rehearsals", "demo"),
@@ -84,6 +85,7 @@ commands:
   demo           a small training of our own, one rank killed, its weights compared with torchrun's
   drill          run a script under a schedule of faults, and compare it with an undisturbed run
   diff           the first step in which two runs with --trace differ, and in what: batch, loss, gradient, ...
+  replay         a step of one rank that a run with --keep-steps has kept, taken again in one process
   checkpoint now save a running job, and wait until it is saved
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
   doctor         what works on this machine, what does not, and how to fix it

@@ -8,6 +8,7 @@ import signal
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -20,7 +21,7 @@ from ttprun.chaos.trial.twins import place_for_runs
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import shipped
 from ttprun.errors import counted
-from ttprun.observe.run_directory import Trace, read_trace
+from ttprun.observe.run_directory import RunDirectory, Trace, read_trace
 
 if TYPE_CHECKING:
     from ttprun.chaos.trial.check import CheckReport, CheckTarget
@@ -91,6 +92,37 @@ def diff(
     lines, is_same = compare_traces(read_trace(run_a), read_trace(run_b))
     print(json.dumps({"same": is_same, "lines": lines}) if as_json else "\n".join(lines))
     return 0 if is_same else 1
+
+
+def replay(
+    run: Annotated[
+        str | None, typer.Argument(help="Id or directory of a run with --keep-steps; default: newest.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Which rank; default: the one that is kept, if it is one.")] = None,
+    step: Annotated[str, typer.Option(help="Number of the step, or 'last'.")] = "last",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result in JSON, for programs.")] = False,
+) -> int:
+    """Take a step of one rank again, in one process, without the other ranks.
+
+    ttprun --keep-steps 1 --nproc-per-node 2 train.py
+
+    ttprun replay --rank 1
+
+    The process begins with the rank's weights, variables, random states and data positions before the step, and its
+    collectives give what they gave in the run. Compared with the run: batches, losses, what the rank puts into each
+    collective, weights after the step, and the exception that ended it. It writes no files. More: ttprun guide compare.
+
+    Exit code: 0 the same, 1 different, 2 the step cannot be taken again.
+    """
+    from ttprun.agent.node.step_again import chosen, take_again
+
+    folder = chosen(RunDirectory.find(run).path, rank, step)
+    again = take_again(folder)
+    lines = [f"{folder.name}: {', '.join(again.equal) or 'nothing'} equal"]
+    lines += [f"{'first difference' if not at else 'then'}: {what}" for at, what in enumerate(again.differing)]
+    lines += [f"cannot be taken again: {again.why_not}"] if again.why_not else []
+    print(json.dumps(asdict(again)) if as_json else "\n".join(lines))
+    return 1 if again.differing else 2 if again.why_not else 0
 
 
 def compare_traces(first: Trace, second: Trace) -> tuple[list[str], bool]:

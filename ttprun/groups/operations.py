@@ -286,6 +286,7 @@ class Entry:
     sends_copy  it is issued again with the copies alone: `send_copy`
     ready       event of the device after which its inputs are there, if another thread issues it, and what is kept of
                 its result; of the first one since a step always, as the step has ended by then
+    kept_row    of a step that can be taken again: what is kept of it (rank/replay/kept_steps.py)
     """
 
     # Class attributes, as most entries never change these.
@@ -317,6 +318,7 @@ class Entry:
     kept_version = -1
     reduces_again = False
     ready: Any = None
+    kept_row: Any = None
 
     def __init__(self, group: Any, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
         self.group = group

@@ -232,6 +232,8 @@ class ManagedGroup(SeenByTorch):
         """
         session = self.session
         journal, is_late = session.parts[Journal], self.links.is_late
+        if session.keeper is not None:
+            session.keeper.issue(entry, inputs)
         while True:
             if is_late:
                 self.links.make_ready(entry.args)
@@ -402,6 +404,8 @@ class ManagedGroup(SeenByTorch):
                 output = entry.outputs[0]
                 if session.observers.keep_result(session, entry.sequence, entry.number, output):
                     entry.kept_version = output._version
+            if session.keeper is not None:
+                session.keeper.complete(entry)
             entry.is_done = True
             if journal.may_settle:
                 journal.settle_before(entry)

@@ -208,6 +208,7 @@ class Rank:
     kept          what its step comes to, if another process is to take it again: `StepRows` in rank/verification.py
     proof         the comparison with the lost rank's step, while a replacement is in that: `Proof` in rank/proof.py
     framework     the script's, if it recovers by callbacks (--mindio): rank/framework/framework.py
+    keeper        of its last steps, or what compares one that is taken again: rank/replay/kept_steps.py
     updates       when this run of the script last stepped an optimizer
     costs         what we take of a step
     row           this rank's fields on the board
@@ -247,6 +248,7 @@ class Rank:
     proof: Any = None
     kept: Any = None
     framework: Any = None
+    keeper: Any = None
     updates: UpdateTimes = field(default_factory=UpdateTimes)
     away: frozenset[int] = frozenset()
     lock: Any = field(default_factory=threading.RLock)
@@ -428,6 +430,10 @@ class Rank:
     def note_step(self, rows: Any) -> None:
         """What this step comes to is noted from here on (None: not any more)."""
         self.kept = rows
+
+    def keep_by(self, keeper: Any) -> None:
+        """Its steps are kept, or compared, by this from now on; None: not any more."""
+        self.keeper = keeper
 
     def end_run(self) -> None:
         """This run of the script has ended with an exception."""

@@ -11,9 +11,12 @@ import array
 import contextlib
 import os
 import socket
+import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
+
+import xxhash
 
 from ttprun.protocol import from_rank, mindio, snapshot_messages, standby_messages, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
@@ -152,3 +155,72 @@ def pair() -> tuple[Channel, Channel]:
     """Two connected ends: the agent's and the rank's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return Channel(ours), Channel(theirs)
+
+
+# A part of a file in memory, sent over a connection with a digest after it. Begin with `send_part` and `receive_part`.
+#
+# Both read and write the file by its descriptor: a mapping of one that another thread makes shorter ends the process.
+
+_CHUNK_BYTES = 1 << 20
+_END = struct.Struct("<?Q")  # whether the content is valid, its digest
+
+
+class DamagedError(OSError):
+    """What has come is not what was sent."""
+
+
+def send_part(sock: socket.socket, fd: int, at: int, size_bytes: int, has_changed: Callable[[], bool]) -> None:
+    """Send so many bytes of a file, which may be overwritten or made shorter meanwhile.
+
+    sock          blocking; its timeout, or its end, ends the call
+    at            offset in the file
+    has_changed   called after all was read: whether something of it has been overwritten
+
+    Raises OSError.
+    """
+    digest = xxhash.xxh3_64()
+    end, is_whole = at + size_bytes, True
+    while at < end:
+        part = os.pread(fd, min(_CHUNK_BYTES, end - at), at)
+        is_whole = is_whole and bool(part)
+        chunk = part or bytes(min(_CHUNK_BYTES, end - at))
+        digest.update(chunk)
+        sock.sendall(chunk)
+        at += len(chunk)
+    sock.sendall(_END.pack(is_whole and not has_changed(), digest.intdigest()))
+
+
+def receive_part(sock: socket.socket, fd: int, at: int, size_bytes: int) -> bool:
+    """Write so many bytes that come into a file; arguments as for `send_part`.
+
+    fd        -1: nothing is written
+    returns   whether it is valid: the sender has not overwritten it meanwhile
+
+    Raises OSError, DamagedError if the digest does not fit.
+    """
+    digest = xxhash.xxh3_64()
+    chunk = memoryview(bytearray(max(1, min(_CHUNK_BYTES, size_bytes))))
+    end = at + size_bytes
+    while at < end:
+        came = sock.recv_into(chunk[: min(len(chunk), end - at)])
+        if not came:
+            raise ConnectionResetError("the connection has ended before all had come")
+        digest.update(chunk[:came])
+        if fd >= 0:
+            os.pwrite(fd, chunk[:came], at)
+        at += came
+    is_valid, sent = _END.unpack(receive_exactly(sock, _END.size))
+    if sent != digest.intdigest():
+        raise DamagedError("what has come differs from what was sent")
+    return bool(is_valid)
+
+
+def receive_exactly(sock: socket.socket, size_bytes: int) -> bytes:
+    """So few bytes that they fit into memory. Raises ConnectionResetError if the connection ends before, OSError."""
+    received = bytearray()
+    while len(received) < size_bytes:
+        came = sock.recv(size_bytes - len(received))
+        if not came:
+            raise ConnectionResetError("the connection has ended before all had come")
+        received += came
+    return bytes(received)

@@ -71,6 +71,8 @@ class Options(Message, frozen=True):
     verified: str = ""
     verified_before: bool = False
     takes_again: bool = False
+    keep_steps: int = 0
+    keep_steps_mib: int = 0
 
 
 class InjectedFault(Message, frozen=True):
@@ -233,6 +235,7 @@ class Replay(Action, frozen=True):
     step_from        slot of the lost rank's mirror from which the last step is taken again; "": it is not
     proof_from       slot from which it is taken again in any case, to compare the result with `result`; "": it is not
     result           slot of the state after it; "": there is none
+    given            folder of a kept step, which is taken again without the other ranks; "": they go on, too
     """
 
     rank: int
@@ -246,6 +249,7 @@ class Replay(Action, frozen=True):
     step_from: str = ""
     proof_from: str = ""
     result: str = ""
+    given: str = ""
 
     @property
     def from_mirror(self) -> bool:

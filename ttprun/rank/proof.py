@@ -191,15 +191,8 @@ class Alignment:
                     if self._aligned_at < boundary:
                         session.changed.wait(_LOOK_AGAIN_S)
                 if time.monotonic() - asked_at_s > _LIMIT_S:
-                    report_mismatch(
-                        session.channel,
-                        session.generation,
-                        Reason(
-                            "gradients-late",
-                            f"the gradients of rank {self.source}, whose results count, have not come in "
-                            f"{_LIMIT_S:.0f} s",
-                        ),
-                    )
+                    why = f"the gradients of rank {self.source}, whose results count, have not come in {_LIMIT_S:.0f} s"
+                    report_mismatch(session.channel, session.generation, Reason("gradients-late", why))
         finally:
             self._waits_at = -1
 
@@ -412,6 +405,8 @@ def note(
     """
     if session.kept is not None:
         session.kept.note(kind, what, values)
+    if session.keeper is not None:
+        session.keeper.note(kind, values)
     if not session.mode.is_live or not session.is_repairable():
         return False
     try:

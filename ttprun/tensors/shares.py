@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -423,6 +424,18 @@ class SnapshotPart:
     def is_due(self, boundary: int) -> bool:
         """Whether all ranks take a snapshot of `boundary`; valid when all have recorded it."""
         return self._board.cells[_TAKEN_AT] == boundary
+
+    @staticmethod
+    def copy_all(frame: FrameType, memory: Memory | None) -> tuple[Memory, Share]:
+        """Copy all that this rank holds into memory of its own process; returns that, and its description.
+
+        frame    as for `take`
+        memory   that an earlier call has returned, to be used again; None: new memory
+
+        Raises NotRepairableError, OSError.
+        """
+        memory = memory or Memory(f"/proc/self/fd/{os.memfd_create('ttprun-step', os.MFD_CLOEXEC)}")
+        return memory, copy(memory, 0, 1, frame)
 
     def take(self, session: Rank, boundary: int, frame: FrameType) -> None:
         """Copy this rank's part of the boundary that it has just reached, and report to the agent. Raises nothing.

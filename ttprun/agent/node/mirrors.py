@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from ttprun.agent.base import stored_states
 from ttprun.agent.node.node import Node
-from ttprun.protocol import file_stream, to_rank
+from ttprun.protocol import channel, to_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Field, SlotContent, slot_that_gives, unpack_slot
 from ttprun.protocol.meeting import Where
 from ttprun.protocol.snapshot_messages import MirroredShare
@@ -117,7 +117,7 @@ class MirrorCopies:
                     sock, _ = listener.accept()
                     with sock, contextlib.suppress(OSError):
                         sock.settimeout(_SILENT_LIMIT_S)
-                        if hmac.compare_digest(file_stream.receive_exactly(sock, _TOKEN_BYTES), token.encode()):
+                        if hmac.compare_digest(channel.receive_exactly(sock, _TOKEN_BYTES), token.encode()):
                             self._send(sock, keeper, fds)
                             return
         finally:
@@ -134,9 +134,9 @@ class MirrorCopies:
             value = board.get(keeper, cell)
             size = os.fstat(fd).st_size if value else 0
             sock.sendall(_HEAD.pack(value, size))
-            file_stream.send(sock, fd, 0, size, partial(has_changed, cell, value))
-        if file_stream.receive_exactly(sock, len(_TAKEN)) != _TAKEN:
-            raise file_stream.DamagedError("what has come is no receipt")
+            channel.send_part(sock, fd, 0, size, partial(has_changed, cell, value))
+        if channel.receive_exactly(sock, len(_TAKEN)) != _TAKEN:
+            raise channel.DamagedError("what has come is no receipt")
 
 
 def fetch_copies(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[SlotContent], int]:
@@ -156,16 +156,16 @@ def fetch_copies(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[li
     with socket.create_connection((where.address, where.port), _SILENT_LIMIT_S) as sock:
         sock.sendall(where.token.encode())
         for fd in fds:
-            cell, size = _HEAD.unpack(file_stream.receive_exactly(sock, _HEAD.size))
+            cell, size = _HEAD.unpack(channel.receive_exactly(sock, _HEAD.size))
             taken += size
             if size < 0:
-                raise file_stream.DamagedError("what has come is no slot")
+                raise channel.DamagedError("what has come is no slot")
             if taken > limit_bytes:
                 raise OSError(f"it takes more than the {limit_bytes} bytes that are left for mirrors (--buddy-memory)")
             if size:
                 os.ftruncate(fd, size)
                 os.posix_fallocate(fd, 0, size)
-            is_valid = file_stream.receive(sock, fd, 0, size)
+            is_valid = channel.receive_part(sock, fd, 0, size)
             slots.append(unpack_slot(cell) if is_valid else EMPTY_SLOT)
         with contextlib.suppress(OSError):  # all is here, even if the other node is lost now
             sock.sendall(_TAKEN)

@@ -33,6 +33,7 @@ from ttprun.rank.bootstrap import patch_table, reset
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.proof import Alignment, Proof
 from ttprun.rank.replay import recovery_orders
+from ttprun.rank.replay.kept_steps import Keeper
 from ttprun.rank.replay.order_thread import Recovery
 from ttprun.rank.replay.replay_run import ReplayRun, StepProof
 from ttprun.rank.step import record, step_hooks
@@ -141,7 +142,7 @@ def wrap_process_group_name(original: Any) -> Any:
 def _replay_of(session: Rank, order: to_rank.Replay) -> ReplayRun:
     replay = ReplayRun.of_lost(session, order.boundary)
     replay.step_from, replay.is_joining = order.step_from, order.is_joining
-    replay.is_contradicted = order.is_contradicted
+    replay.is_contradicted, replay.given = order.is_contradicted, order.given
     if order.from_mirror or not order.is_joining:
         replay.step_proof = StepProof(order.proof_from, order.result)
     return replay
@@ -211,6 +212,9 @@ def make_session(presence: Presence) -> Rank:
             Exchange: Exchange(presence.channel, welcome.address),
         }
     )
+    if options.keep_steps:
+        limit_bytes = options.keep_steps_mib << 20
+        session.keep_by(Keeper(session, options.keep_steps, limit_bytes, welcome.arguments))
     if welcome.address:
         session.parts[InterNodeCommit] = InterNodeCommit(session, presence.fds[3])
     session.observers = observers_of(session)

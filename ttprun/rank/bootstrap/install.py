@@ -190,6 +190,8 @@ def report_before(previous: Any) -> Any:
         missed = session.mode.difference if session is not None else ""
         what = " ".join(filter(None, (in_one_line(error), _place_of(trace))))
         if session is not None:
+            if session.keeper is not None:
+                session.keeper.write(what)
             session.mode.end_by_error(what)
         why = "; ".join(filter(None, (what, lost_worker(error))))
         why = f"{why}; the replay did not reach its boundary: {missed}" if missed else why
@@ -382,6 +384,8 @@ def _finish_well(session: Rank | None) -> None:
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # as if not caught
         os._exit(damage.EXIT_CODE)
     if session is not None:
+        if session.keeper is not None:
+            session.keeper.write()
         session.mode.refuse_end()
         from ttprun.groups import departure
 

@@ -334,13 +334,13 @@ def go_live(session: Rank, replay: ReplayRun, order: to_rank.Resume) -> None:
     replay   of this rank, whose main thread waits at the boundary
     order    of the agent, for this generation
     """
-    for group in () if session.options.takes_again else groups_of(session):
+    for group in () if replay.given or session.options.takes_again else groups_of(session):
         group.links.connect_in(session.generation)
         group.links.is_joined = True
     session.channel.send(from_rank.RankRebuilt(session.generation))
     note_agreed(session, order)
     session[Verifier].prove_from(replay.boundary)
-    if replay.is_alone:
+    if replay.is_alone and not replay.given:
         Proof.begin(session, replay.boundary, is_of_all=not replay.is_joining)
     # Ranks that have all gone back have no journal of others to keep to, only what they have left themselves; and a
     # rank that was lost had perhaps gone further than the others.

@@ -39,6 +39,7 @@ from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.reason import Reason
 from ttprun.rank import proof
 from ttprun.rank.proof import MismatchError, report_mismatch
+from ttprun.rank.replay.kept_steps import Given
 from ttprun.rank.step import special_steps
 from ttprun.rank.verification import StepRows
 from ttprun.tensors import gradients, mirror, open_boundaries, optimizer_registry, replicated
@@ -162,11 +163,11 @@ class ReplayRun(Replay, Mode):
     setup_s     the script's time from its top to its first optimizer step; None before that
     step_proof  set if no other rank goes on with the lost rank's state
     step_from   slot of the lost rank's mirror from which the step at boundary N is taken again; "": it is not
-    is_joining, is_contradicted   see to_rank.Replay
+    is_joining, is_contradicted, given   see to_rank.Replay
     sets_variables   a replay before this one has failed without; see `end_by_error`
     """
 
-    step_from = ""
+    step_from = given = ""
     step_proof: StepProof | None = None
     _taken_again: torch.optim.Optimizer | None = None
     is_contradicted = False
@@ -365,14 +366,20 @@ class ReplayRun(Replay, Mode):
             session.stand_at(self.boundary)
             session.stand_in(GivenStep(session, self.boundary))
             return
-        self.unmute()
+        if self.given:  # what the script writes is not written again
+            self.output.end()
+        else:
+            self.unmute()
         session[Results].begin_step(self.boundary)
         session[PostStepWeights].is_kept = self.target.fields.kept
         if not is_before_step:
             session.row[Field.STEPPED] = self.boundary
             session[PostStepWeights].note(self.boundary)
         thread_collectives.Replayed.boundary, thread_collectives.Replayed.answer = self.boundary, self._answer_late
-        session.go_live()
+        if self.given:
+            session.stand_in(Given(session, self.given))
+        else:
+            session.go_live()
         self._is_over.set()
         session.take_part()
         session.made.pass_boundary()

@@ -24,7 +24,7 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange, GenerationOverError
 from ttprun.groups.gloo import listen
 from ttprun.introspect.current_rank import Rank
-from ttprun.protocol import file_stream, from_rank
+from ttprun.protocol import channel, from_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Field, SlotContent, slot_of, unpack_slot
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Part
@@ -114,7 +114,7 @@ class _Sender:
         fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._sock.sendall(_MIRROR_HEAD.pack(content.pack(), part.at, part.size, part.whole))
-            file_stream.send(
+            channel.send_part(
                 *(self._sock, fd, part.at, part.size),
                 lambda: not unpack_slot(self._board.get(self._rank, cell)).has_all_of(content),
             )
@@ -171,17 +171,17 @@ class _Receiver:
                 self._changed.notify_all()
 
     def _take(self) -> None:
-        cell, at, size, whole = _MIRROR_HEAD.unpack(file_stream.receive_exactly(self._sock, _MIRROR_HEAD.size))
+        cell, at, size, whole = _MIRROR_HEAD.unpack(channel.receive_exactly(self._sock, _MIRROR_HEAD.size))
         content = unpack_slot(cell)
         if content.boundary <= 0 or not 0 <= at <= at + size <= whole:
-            raise file_stream.DamagedError("what has come is no part of a mirror")
+            raise channel.DamagedError("what has come is no part of a mirror")
         if self._is_awaited(content, whole):
             with _opened(self._paths[slot_of(content.boundary)]) as fd:
-                is_valid = file_stream.receive(self._sock, fd, at, size)
+                is_valid = channel.receive_part(self._sock, fd, at, size)
             if is_valid:
                 self._keep(content, whole)
         else:
-            file_stream.receive(self._sock, -1, at, size)
+            channel.receive_part(self._sock, -1, at, size)
 
     def _is_awaited(self, content: SlotContent, whole: int) -> bool:
         """Whether a part is to be kept; if so, its slot is ready for it."""

@@ -391,9 +391,8 @@ def _note_weights(step: _Step) -> None:
         optimizer_registry.note_remains()
     except Exception as error:  # e.g. no memory for copies: fail open
         fail_open.raise_if_meant(error)
-        step.session.give_up_protection(
-            Reason("state-unreadable", f"the weights after step {step.boundary} cannot be noted: {error!r}")
-        )
+        why = f"the weights after step {step.boundary} cannot be noted: {error!r}"
+        step.session.give_up_protection(Reason("state-unreadable", why))
 
 
 def _keep_own_state(step: _Step) -> None:
@@ -415,6 +414,8 @@ def _mirror(step: _Step) -> None:
 
 def _take_snapshot(step: _Step) -> None:
     session = step.session
+    if session.keeper is not None and step.is_recorded:
+        session.keeper.keep(step.boundary, step.frame, step.optimizer)
     if not session.trains_alone and session.parts[SnapshotPart].is_due(step.boundary):
         with gradients.kept_if_unknown(step.optimizer):
             session.parts[SnapshotPart].take(session, step.boundary, step.frame)

@@ -1,0 +1,67 @@
+"""`--keep-steps` and `ttprun replay` on real runs: the step of one rank, taken again in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, environment
+
+SCRIPT = str(SCRIPTS / "taken_again.py")
+
+
+def run(folder: Path, *words: str, **variables: str) -> tuple[int, list[str]]:
+    """The exit code of `ttprun` with these words, and what it has written."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ttprun", *words],
+        cwd=folder, env=environment() | variables, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run of two ranks, which has ended well, has kept two steps."""
+    folder = tmp_path_factory.mktemp("kept")
+    code, output = run(folder, "--keep-steps", "2", "--run-dir", "run", "--nproc-per-node", "2", SCRIPT)
+    assert code == 0, output
+    return folder
+
+
+@pytest.mark.parametrize(("rank", "step"), [("0", "last"), ("1", "7")])
+def test_a_kept_step_taken_again_in_one_process_is_equal_in_all_that_is_compared(
+    folder: Path, rank: str, step: str
+) -> None:
+    code, output = run(folder, "replay", "run", "--rank", rank, "--step", step)
+
+    compared = "2 collectives, 1 batch, 1 loss, weights and optimizer state after the step equal"
+    number = 8 if step == "last" else int(step)
+    assert (code, output[-1]) == (0, f"rank-0000{rank}-step-{number:08d}: {compared}"), output
+    assert "mean loss" in output[0]  # the result of a collective with the other rank, of the step before
+
+
+def test_what_differs_is_named_from_the_loss_on(folder: Path) -> None:
+    code, output = run(folder, "replay", "run", "--rank", "1", FACTOR="1.5")
+
+    assert code == 1, output
+    assert "first difference: the loss at taken_again.py:25" in output, output
+
+
+def test_an_exception_inside_a_step_comes_again(tmp_path: Path) -> None:
+    options = ["--keep-steps", "1", "--run-dir", "run", "--rungs", "restart", "--nproc-per-node", "2"]
+    failed, _ = run(tmp_path, *options, SCRIPT, BAD_STEP="5")
+    code, output = run(tmp_path, "replay", "run", BAD_STEP="5")
+
+    met = "2 collectives, 1 batch, 1 loss, the same error: ValueError: bad step 5 (taken_again.py:27) equal"
+    assert (failed, code, output[-1]) == (1, 0, f"rank-00001-step-00000005: {met}"), output
+
+
+def test_a_run_without_kept_steps_says_how_to_keep_them(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "control.token").write_text("0")
+    code, output = run(tmp_path, "replay", "run")
+
+    assert (code, "--keep-steps 1" in " ".join(output)) == (2, True), output
