@@ -56,7 +56,8 @@ def test_an_exception_inside_a_step_comes_again(tmp_path: Path) -> None:
     code, output = run(tmp_path, "replay", "run", BAD_STEP="5")
 
     met = "2 collectives, 1 batch, 1 loss, the same error: ValueError: bad step 5 (taken_again.py:27) equal"
-    assert (failed, code, output[-1]) == (1, 0, f"rank-00001-step-00000005: {met}"), output
+    assert (failed, code) == (1, 0), output
+    assert f"rank-00001-step-00000005: {met}" in output, output
 
 
 def test_a_run_without_kept_steps_says_how_to_keep_them(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.tensor_bytes import Unseen, bytes_of, elements_of
 from ttprun.protocol import from_rank
 from ttprun.tensors import gradients, holdings, replicated
+from ttprun.tensors.replicated import PostStepWeights
 from ttprun.tensors.shares import SnapshotPart
 
 FOLDER = "steps"  # in the directory of the run
@@ -150,7 +151,7 @@ class Keeper:
 
     def issue(self, entry: Any, inputs: Sequence[torch.Tensor]) -> None:
         """A collective or message is about to be issued."""
-        entry.kept_row = self._add(entry.sequence, f"{entry.op} {entry.signature}", inputs)
+        entry.kept_row = self._add(entry.sequence, _what(entry), inputs)
 
     def _add(self, sequence: str, what: str, values: Sequence[Any]) -> list[Any] | None:
         if not self._steps:
@@ -273,8 +274,7 @@ class Given(Mode):
 
     def answer(self, entry: Any) -> bool:
         """A collective: compare what this rank puts in, and give what it got."""
-        what = f"{entry.op} {entry.signature}"
-        row = self._next(entry.sequence, what)
+        row = self._next(entry.sequence, _what(entry))
         self._compare(_INPUT, row, _inputs_of(entry))
         if row[3] is None:
             self._end(f"the result of {entry.op} at {_place()} had not come")
@@ -321,6 +321,7 @@ class Given(Mode):
         """The step is over: compare what the optimizers have made of the weights."""
         expected = self._kept["trained"]
         if expected:
+            self._session[PostStepWeights].note(self.boundary + 1)
             now = _trained()
             others = [key for key in expected if now.get(key) != expected[key]]
             names = holdings.names(fail_open.caller()) if others else {}
@@ -356,6 +357,12 @@ class Given(Mode):
         result = {"equal": self._equal, "differing": self._differing, "why_not": why_not, "met": met}
         with contextlib.suppress(OSError):
             Path(self._session.run_dir, RESULT).write_text(json.dumps(result), encoding="utf-8")
+
+
+def _what(entry: Any) -> str:
+    """The operation, with all that must agree between ranks: "allreduce RedOpType.SUM float32[161]"."""
+    signature = " ".join(entry.signature.split())
+    return signature if entry.op in OPERATIONS else f"{entry.op}, {signature}"
 
 
 def _inputs_of(entry: Any) -> list[torch.Tensor]:
