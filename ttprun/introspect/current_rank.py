@@ -205,10 +205,9 @@ class Rank:
     is_over       this run of the script has ended with an exception
     recovery      the recovery thread: rank/replay/order_thread.py
     expected      the collectives that a replacement must issue: `Expected` in rank/proof.py
-    kept          what its step comes to, if another process is to take it again: `StepRows` in rank/verification.py
+    kept, keeper  of its step, and of its last ones, to be taken again: rank/verification.py, rank/replay/kept_steps.py
     proof         the comparison with the lost rank's step, while a replacement is in that: `Proof` in rank/proof.py
     framework     the script's, if it recovers by callbacks (--mindio): rank/framework/framework.py
-    keeper        of its last steps, or what compares one that is taken again: rank/replay/kept_steps.py
     updates       when this run of the script last stepped an optimizer
     costs         what we take of a step
     row           this rank's fields on the board
@@ -366,7 +365,8 @@ class Rank:
         device_fault   the name of the device's fault; "" if none
         """
         if self.is_repairable():
-            self.channel.send(from_rank.Broken(generation, _in_short(reason), after_s, device_fault))
+            line = re.sub(r"\[/[^]]*\.(cc|cpp|h):\d+\] ", "", reason.partition("\n")[0])
+            self.channel.send(from_rank.Broken(generation, line.partition(". This is")[0], after_s, device_fault))
 
     def note_collective_step(self) -> None:
         """An optimizer communicates inside step(): from its next step on, boundaries lie before the steps."""
@@ -498,9 +498,3 @@ def end() -> None:
 def leave_in_children() -> None:
     """Forked children are no ranks."""
     os.register_at_fork(after_in_child=end)
-
-
-def _in_short(error: str) -> str:
-    """The first sentence of a backend's error, without the place in its source."""
-    line = error.splitlines()[0] if error else ""
-    return re.sub(r"\[/[^]]*\.(cc|cpp|h):\d+\] ", "", line).partition(". This is")[0]

@@ -368,8 +368,7 @@ def _report_cost(session: Rank) -> None:
     """Say once, for the rank that speaks for all, that protection takes more than its budget."""
     if session.rank or session.is_over_budget:
         return
-    over = session.costs.over(session.options.overhead_budget)
-    if over:
+    if over := session.costs.over(session.options.overhead_budget):
         session.is_over_budget = True
         session.channel.send(from_rank.Note(over))
 
