@@ -1,4 +1,4 @@
-"""liveness.py: which instructions stand in a loop; what stands there is known by the line that it belongs to."""
+"""control_flow.py: which instructions stand in a loop; what stands there is known by the line that it belongs to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.capture.position.liveness import instruction_at, looping
+from ttprun.capture.position.control_flow import instruction_at, looping
 
 
 def look() -> None:

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from ttprun import frameworks
-from ttprun.capture.position import disk_cache, liveness, loops, user_code
-from ttprun.capture.position.liveness import instruction_at
+from ttprun.capture.position import control_flow, disk_cache, liveness, loops, user_code
+from ttprun.capture.position.control_flow import instruction_at
 from ttprun.introspect import ownership
 from ttprun.introspect.ownership import is_script_code, place, variables_of
 from ttprun.introspect.safe_reads import is_a
@@ -94,7 +94,7 @@ def _what_follows_of(module: str, filename: str) -> str:
 
 
 def _is_in_loop(frame: FrameType) -> bool:
-    return liveness.instruction_at(frame.f_code, frame.f_lasti) in liveness.looping(frame.f_code)
+    return control_flow.instruction_at(frame.f_code, frame.f_lasti) in control_flow.looping(frame.f_code)
 
 
 def loop_around(frame: FrameType | None) -> tuple[str, dict[str, str]]:
@@ -308,7 +308,7 @@ class _OfUser:
             outer is not None
             and bool(self.loops)
             and is_called_in_a_loop(frame, outer)
-            and not liveness.is_within_another(frame.f_code, self.loops[0].key)
+            and not control_flow.is_within_another(frame.f_code, self.loops[0].key)
         )
         self.gathering = gathering_of(frame, outer)
         self.dead = sorted(liveness.dead_in(frame))

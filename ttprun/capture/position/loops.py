@@ -40,7 +40,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from types import CodeType, FrameType, GeneratorType
 from typing import Any, ClassVar, NamedTuple
 
-from ttprun.capture.position import liveness
+from ttprun.capture.position import control_flow
 from ttprun.capture.position.placeholders import END, FirstJump, hand_out, pass_over
 from ttprun.capture.records.packing import LoopRecord, PassRecord
 from ttprun.introspect import random_state, signal_handlers
@@ -439,7 +439,7 @@ def around(frame: FrameType, is_while: bool = False) -> list[Site]:
     """The `for` (or `while`) loops around a frame's instruction, outermost first, followed or not."""
     if not (of_code := _sites_of(frame.f_code, is_while)):
         return []
-    opname, line, column = liveness.position_of(frame)
+    opname, line, column = control_flow.position_of(frame)
     return [site for site in of_code if site.place.is_around(line, column, is_next=opname == "FOR_ITER")]
 
 
