@@ -20,6 +20,8 @@ from ttprun.capture.values import Snapshot
 from ttprun.config import Config
 from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import RunStatus, write_status
 from ttprun.state.files import InvalidCheckpointError
 from ttprun.state.store import LOCK_NAME, CheckpointStore
 
@@ -63,7 +65,10 @@ def test_a_state_that_the_next_launch_would_refuse_or_could_not_restore_is_known
 def test_a_launch_after_one_that_was_killed_says_that_nothing_had_been_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / LOCK_NAME).write_text(json.dumps({"run_id": "day", "pid": 1, "host": "node"}))
+    """It was killed before its first rank had started: its status names none."""
+    told = RunStatus("day", "starting", 0, 2, 1, *["2026-11-29T07:00:00+00:00"] * 2)
+    write_status(RunDirectory(tmp_path).status, told)
+    (tmp_path / LOCK_NAME).write_text(json.dumps({"run_id": "day", "pid": 1, "host": "node", "run_dir": str(tmp_path)}))
     store = CheckpointStore(tmp_path)
     store.lock("night")
 

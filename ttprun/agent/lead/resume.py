@@ -121,7 +121,7 @@ class Resumption:
             status = read_status(RunDirectory(Path(run_dir or killed)).status) if killed else None
             if status is not None:
                 saved_step = 0 if checkpoint is None else checkpoint.boundary  # the status is written later than that
-                step = max(saved_step, *(rank.step or 0 for rank in status.ranks))
+                step = max((saved_step, *(rank.step or 0 for rank in status.ranks)))  # it may name no rank yet
                 where, end, when = f" in step {step + 1}" if step else "", status.updated_at, "before"
         what = "it had saved nothing yet, so the script starts at its first step (--snapshot-every 5min)"
         if checkpoint is not None:
