@@ -140,3 +140,21 @@ def test_fsdp2_with_more_weights_than_the_journal_may_hold_stays_protected_and_t
     assert not [event for event in result.events if event["event"] == "rank_unprotected"], result.story()
     ours, theirs = (int(re.findall(r"peak (\d+) bytes", "".join(run.stdout[0]))[0]) for run in (result, reference))
     assert ours <= 1.02 * theirs
+
+
+@pytest.mark.parametrize("faults", [[], ["kill:rank=1,step=12,phase=backward", "kill:rank=0,step=15,phase=collective"]])
+def test_fsdp1_holds_neither_what_it_gathers_nor_what_it_reduces_on_a_device(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, faults: list[str]
+) -> None:
+    """Copies of both took as much memory again; a lost rank is replaced without them. Of four FSDP1 divides twice."""
+    ranks = 4 if faults else 2
+    arguments = ["--layout=fsdp1", "--width=212", "--blocks=16", "--steps=20", "--with=peak"]
+    reference = undisturbed(LAYOUTS, ranks, script_args=arguments, device=NPU)
+
+    result = run_ttprun(LAYOUTS, ranks, faults=faults, script_args=arguments, device=NPU)
+
+    assert result.final == reference.final, result.story()
+    assert [incident["steps_lost"] for incident in result.incidents] == [0] * len(faults), result.story()
+    if not faults:
+        ours, theirs = (int(re.findall(r"peak (\d+) bytes", "".join(run.stdout[0]))[0]) for run in (result, reference))
+        assert ours <= 1.02 * theirs

@@ -10,7 +10,7 @@ import time
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
-parser.add_argument("--layout", choices=["ddp", "own", "fsdp2", "hsdp"], default="ddp")
+parser.add_argument("--layout", choices=["ddp", "own", "fsdp1", "fsdp2", "hsdp"], default="ddp")
 parser.add_argument("--backend", default="", help="'': the device's own")
 parser.add_argument(
     "--with",
@@ -103,6 +103,12 @@ if args.layout == "ddp":
         trained.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     if "halves" in more:
         trained.register_comm_hook(None, default_hooks.fp16_compress_hook)
+elif args.layout == "fsdp1":
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({type(model.blocks[0])})
+    trained = model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device)
 elif args.layout in ("fsdp2", "hsdp"):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -67,7 +67,7 @@ def received_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[s
 
 
 def settled_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[str, int]:
-    """By group, how many of FSDP2's reduce-scatters need not be issued again: one rank that knows it is enough."""
+    """By group, how many of FSDP's reduce-scatters need not be issued again: one rank that knows it is enough."""
     settled: dict[str, int] = {}
     for name, group in (item for journal in journals for item in journal.items()):
         if group.settled:

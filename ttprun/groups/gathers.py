@@ -1,6 +1,6 @@
-"""Inputs of FSDP2's all-gathers that need no copy: the shards they are made of stay as they are until the step.
+"""Inputs of FSDP's all-gathers that need no copy: the shards they are made of stay as they are until the step.
 
-An input lies in the memory of the gathered parameters, which FSDP2 frees soon, so it cannot be kept itself. Nothing
+An input of FSDP2 lies in memory of the gathered parameters, which it frees soon, so it cannot be kept itself. Nothing
 writes to the shards before the optimizer steps, and the commit empties the journal before that. A script that does
 write to them is seen: as a whole in its first steps and then in turns, and by samples in each step, as torch counts no
 version of a sharded parameter's memory. Its inputs are copied from then on; a fault in the very step in which it is
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 _SAMPLES = 32  # of each shard
 _LOOKS_EVERY = 64  # steps from one whole look at a shard to the next
-_SHARD, _POINTER, _BYTES = attrgetter("_sharded_param_data"), methodcaller("data_ptr"), methodcaller("tobytes")
+_SHARD, _OF_FSDP1 = attrgetter("_sharded_param_data"), attrgetter("flat_param._local_shard")
+_POINTER, _BYTES = methodcaller("data_ptr"), methodcaller("tobytes")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared as these: NaN equals nothing
 
 Note = bytes | torch.Tensor
@@ -162,10 +163,10 @@ class Gathers:
         """Note an all-gather's input before it is issued, if it need not be copied. Waits for no device.
 
         given        [n]  the input, any dtype and device
-        parameters   of FSDP2's class for these, of whose shards it is to be made
+        parameters   of FSDP2's class for these, of whose shards it is to be made; or FSDP1's handle of a flat one
         """
         try:
-            own = list(map(_SHARD, parameters))
+            own = list(map(_OF_FSDP1 if hasattr(parameters[0], "flat_param") else _SHARD, parameters))
             shards = self._known.get(parameters[0])
             if shards is None or len(own) != len(shards.held) or not all(map(is_, own, shards.held)):
                 shards = self._known[parameters[0]] = Shards(own, len(self._known))

@@ -282,7 +282,7 @@ class Entry:
     save        of a checkpoint, to which it belongs; None: to none
     number      since the boundary: in its sequence: of messages, or of borrowed entries
     kept_version  of its output, when the mirror got a copy of that; -1: it has none
-    reduces_again  its input is the result of a reduction of FSDP2
+    reduces_again  its input is the result of a reduction of FSDP
     sends_copy  it is issued again with the copies alone: `send_copy`
     ready       event of the device after which its inputs are there, if another thread issues it, and what is kept of
                 its result; of the first one since a step always, as the step has ended by then
@@ -359,7 +359,7 @@ class Entry:
 
     @property
     def is_soon_dropped(self) -> bool:
-        """Whether it reduces gradients of FSDP2, which holds its tensors for a moment."""
+        """Whether it reduces gradients of FSDP, which holds its tensors for a moment."""
         return self.is_passing and self.op in REDUCING
 
     @property

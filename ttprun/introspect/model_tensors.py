@@ -212,6 +212,10 @@ def forget() -> None:
 
 
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+_OF_FSDP1 = {
+    "torch.distributed.fsdp._flat_param": "_all_gather_flat_param",
+    "torch.distributed.fsdp._runtime_utils": "_reduce_grad",
+}
 
 
 _FRAMES_TO_COLLECTIVES = 12  # from a process group's operation to its caller, through torch's wrappers
@@ -278,12 +282,12 @@ def are_any(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def fsdp_caller() -> tuple[FrameType | None, bool]:
-    """The frame of FSDP2's own collectives that issues the current one, and whether it alone knows the tensors.
+    """The frame of FSDP's own collectives that issues the current one, and whether it alone knows the tensors.
 
-    None: FSDP2 has not issued it, to gather parameters or to reduce gradients. Its results are not kept for a replay,
-    however small: there are many in each step, and a repair replaces them. That of a reduction is then a buffer that
-    FSDP2 has put together for it alone; not if code of the script's own lies in between (`set_custom_reduce_scatter`),
-    as that allocates the buffer, too.
+    None: FSDP has not issued it, to gather parameters or to reduce gradients. Its results are not kept for a replay,
+    however small: there are many in each step, and a repair replaces them. What a reduction reads is then a buffer that
+    FSDP2 has put together for it alone, or a gradient that FSDP1 has let go of; not if code of the script's own lies in
+    between (`set_custom_reduce_scatter`), as that allocates the buffer, too.
     """
     frame: FrameType | None = sys._getframe(1)
     is_alone = True
@@ -294,7 +298,7 @@ def fsdp_caller() -> tuple[FrameType | None, bool]:
             name = frame.f_globals["__name__"]
         except KeyError:
             name = ""
-        if name == _COLLECTIVES:
+        if name == _COLLECTIVES or (name in _OF_FSDP1 and frame.f_code.co_name == _OF_FSDP1[name]):
             return frame, is_alone
         dotted = f"{name}."  # and no call, as this is done at each collective
         is_alone = is_alone and (dotted[:6] == "torch." or dotted[:7] == "ttprun.")
@@ -303,7 +307,9 @@ def fsdp_caller() -> tuple[FrameType | None, bool]:
 
 
 def gathered_by(frame: FrameType) -> list[Any]:
-    """The parameters, of FSDP2's class for these, that this frame of its collectives gathers; [] if it gathers none."""
+    """What this frame gathers: parameters, of FSDP2's class for these; FSDP1's handle of a flat one; [] if nothing."""
+    if frame.f_globals["__name__"] in _OF_FSDP1:
+        return [variable_of(frame, "self")]
     for caller in (frame, frame.f_back):  # releases differ in whether a function of the same module calls the group
         if caller is not None and caller.f_code.co_name == "foreach_all_gather":
             return variable_of(caller, caller.f_code.co_varnames[0])  # type: ignore[no-any-return]

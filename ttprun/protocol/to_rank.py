@@ -146,7 +146,7 @@ class KeepMirror(Message, frozen=True):
     """No other rank holds what this one holds: mirror it from the next step on, in memory of its node.
 
     share         of what the mirrors of this node may take together
-    is_of_results   a replica holds its state: keep what FSDP2's reductions have given to it, and nothing else
+    is_of_results   a replica holds its state: keep what FSDP's reductions have given to it, and nothing else
     paths         of the memory for it: the slots, and for results; filled in
     limit_bytes   that it may take in all; filled in
     limit_share   of a step's time that copying may take; 0: as much as it takes; filled in
@@ -161,7 +161,7 @@ class KeepMirror(Message, frozen=True):
 
 
 class DropReduced(Message, frozen=True):
-    """What FSDP2's reductions are made of may be dropped once all members have the result, or not any more.
+    """What FSDP's reductions are made of may be dropped once all members have the result, or not any more.
 
     They may if each rank keeps its results in its mirror, or no rank is replaced but from one.
     """

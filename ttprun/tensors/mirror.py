@@ -143,7 +143,7 @@ class Mirror:
                 self._give_up(session, boundary, error)
 
     def keep_result(self, session: Rank, sequence: str, number: int, result: torch.Tensor) -> bool:
-        """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing.
+        """A reduce-scatter of FSDP has given this: the other ranks will drop what it was made of. Raises nothing.
 
         sequence   of the journal's entry
         number     of the entry in its sequence, since the boundary

@@ -194,7 +194,7 @@ class Stored:
         return bool(self._memory.read(self._start + self._marks + number, 1)[0])
 
 
-# What this rank has got from FSDP2's reduce-scatters since the newest boundary, in shared memory of the node.
+# What this rank has got from FSDP's reduce-scatters since the newest boundary, in shared memory of the node.
 #
 # A replacement with a mirror takes these results instead of taking part in the operations again, so that the other
 # ranks need not keep what they had put into them: whole gradients.
