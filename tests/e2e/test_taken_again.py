@@ -50,6 +50,12 @@ def test_what_differs_is_named_from_the_loss_on(folder: Path) -> None:
     assert "first difference: the loss at taken_again.py:25" in output, output
 
 
+def test_an_exception_before_the_step_is_named(folder: Path) -> None:
+    code, output = run(folder, "replay", "run", "--rank", "1", FACTOR="none")
+
+    assert (code, "ValueError: could not convert string to float: 'none'" in output[-1]) == (2, True), output
+
+
 def test_an_exception_inside_a_step_comes_again(tmp_path: Path) -> None:
     options = ["--keep-steps", "1", "--run-dir", "run", "--rungs", "restart", "--nproc-per-node", "2"]
     failed, _ = run(tmp_path, *options, SCRIPT, BAD_STEP="5")

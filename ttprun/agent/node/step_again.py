@@ -106,14 +106,14 @@ def take_again(folder: Path, arguments: Sequence[str] = ()) -> Again:
         theirs.close()
         try:
             ours.send(_welcome(kept, words, str(place)), fds)
-            why_not = _lead(ours, kept, folder)
+            why_not, error = _lead(ours, kept, folder)
         finally:
             if process.poll() is None and sys.exc_info()[0] is not None:
                 kill_session(process.pid)
         if why_not:
             process.kill()
         process.wait()
-        return Again(why_not=why_not) if why_not else _result(place)
+        return Again(why_not=why_not) if why_not else _result(place, error or f"exit code {process.returncode}")
 
 
 @contextlib.contextmanager
@@ -188,9 +188,12 @@ def _welcome(kept: dict[str, Any], words: list[str], run_dir: str) -> to_rank.We
     )
 
 
-def _lead(ours: channel.Channel, kept: dict[str, Any], folder: Path) -> str:
-    """Give the process its orders, until it has closed its line; returns why the step cannot be taken again."""
-    rank, boundary = kept["rank"], kept["boundary"]
+def _lead(ours: channel.Channel, kept: dict[str, Any], folder: Path) -> tuple[str, str]:
+    """Give the process its orders, until it has closed its line.
+
+    returns   why the step cannot be taken again, and the error that has ended the script; "": none
+    """
+    rank, boundary, error = kept["rank"], kept["boundary"], ""
     ours.send(to_rank.Replay(rank, _GENERATION, boundary, None, given=str(folder.absolute())))
     for message in ours.messages():
         match message:
@@ -201,17 +204,19 @@ def _lead(ours: channel.Channel, kept: dict[str, Any], folder: Path) -> str:
             case from_rank.RankRepaired():
                 ours.send(to_rank.Resume((), _GENERATION, boundary))
             case rank_events.MismatchFound(reason=reason) | from_rank.RankUnprotected(reason=reason):
-                return str(reason)
+                return str(reason), error
+            case from_rank.ScriptError():
+                error = message.error
             case _:
                 pass
-    return ""
+    return "", error
 
 
-def _result(place: Path) -> Again:
+def _result(place: Path, ending: str) -> Again:
     try:
         result = json.loads((place / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return Again(why_not="the process has ended before the step was over; see above for what it says")
+        return Again(why_not=f"the script has ended before the step was over: {ending}")
     equal = [_named(name, count) for name, count in result["equal"].items()]
     equal += [result["met"]] if result["met"] else []
     return Again(tuple(equal), tuple(result["differing"]), result["why_not"])
