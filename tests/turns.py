@@ -132,6 +132,7 @@ class Turn:
             if why := why_no_block(case, results, not_green):
                 cases[case].add_marker(pytest.mark.xfail(reason=why, strict=False))
 
+    @pytest.hookimpl(tryfirst=True)  # before xdist's, after which no other is called
     def pytest_runtestloop(self) -> None:
         """The time runs from the first case on."""
         self._began_s = time.monotonic()
