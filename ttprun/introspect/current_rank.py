@@ -358,14 +358,14 @@ class Rank:
         """What an exception says about the device, or about a connection."""
         return DeviceErrors(self.options.device_errors).diagnose(error, self.updates)
 
-    def report_broken(self, generation: int, reason: str, after_s: float, device_fault: str = "") -> None:
+    def report_broken(self, generation: int, error: str, after_s: float, device_fault: str = "") -> None:
         """Report that the connections of a generation are broken, though no fault has been reported.
 
-        after_s        seconds since they broke
-        device_fault   the name of the device's fault; "" if none
+        error, after_s   of the backend: its first sentence is reported; seconds since then
+        device_fault     the name of the device's fault; "" if none
         """
         if self.is_repairable():
-            line = re.sub(r"\[/[^]]*\.(cc|cpp|h):\d+\] ", "", reason.partition("\n")[0])
+            line = re.sub(r"\[/[^]]*\.(cc|cpp|h):\d+\] ", "", error.partition("\n")[0])
             self.channel.send(from_rank.Broken(generation, line.partition(". This is")[0], after_s, device_fault))
 
     def note_collective_step(self) -> None:
