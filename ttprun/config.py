@@ -44,6 +44,11 @@ class Config(BaseModel):
         le=64,
         description="processes kept ready to replace a lost rank, per node; 0: start one after the fault",
     )
+    standby_context: bool = Field(
+        False,
+        description="keep one standby more for each rank on a device, with a context there, which a replacement "
+        "then need not make (seconds on a GPU). Costs some hundred MiB of each device's memory",
+    )
     run_dir: str | None = Field(
         None, min_length=1, description="directory for status, events and logs; default: ttprun-runs/RUN_ID/"
     )

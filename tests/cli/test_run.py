@@ -433,6 +433,7 @@ MEETS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29477"]
             "--elastic needs the rung 'restart'",
         ),
         (["--verify-steps", "1/9", "--standbys", "0"], "--verify-steps needs a standby; start it with --standbys 1"),
+        (["--standby-context", "--standbys", "0"], "--standby-context needs a standby; start it with --standbys 1"),
         (["--verify-steps", "1/9", "--nnodes", "2", *MEETS], "--verify-steps works on one node so far"),
         (["--verify-steps", "1/9", "--rungs", "replace"], "--verify-steps needs the rung 'rewind'"),
         (["--verify-steps", "9"], "--verify-steps"),

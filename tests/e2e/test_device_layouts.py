@@ -5,12 +5,16 @@ The simulated NPU is at least as strict as real ones: csrc/kind.h has its except
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.harness import (
     RunTtprun,
+    StartTtprun,
     Undisturbed,
     assert_only_replaced,
     assert_same_outcome,
@@ -75,3 +79,24 @@ def test_a_recovery_needs_no_stream_of_the_scripts_and_launches_no_kernel_for_th
     assert_same_outcome(result, reference)
     assert_only_replaced(result)
     assert_survivors_kept_their_pids(result)
+
+
+def test_a_standby_with_a_context_on_the_lost_ranks_device_takes_its_place_and_nothing_differs(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Twice: the second one has a context made after the first was taken."""
+    arguments, gate = arguments_of("ddp", "loss"), tmp_path / "gate"
+    more, options = [*arguments, "--gate", str(gate)], ["--standby-context"]
+    launch = start_ttprun(SCRIPT, 2, script_args=more, options=options, device=NPU)
+    assert launch.run_dir is not None
+    for _ in range(2):
+        launch.wait_for_standby("2 device contexts")
+        os.kill(launch.wait_for_rank(1, state="running", step=11)["pid"], signal.SIGKILL)
+        launch.wait_for_event("rank_replayed", rank=1)
+    gate.touch()
+
+    result = launch.finish()
+
+    assert_same_outcome(result, undisturbed(SCRIPT, 2, arguments, device=NPU))
+    made = [event["pid"] for event in result.events if event["event"] == "standby_context" and event["rank"] == 1]
+    assert result.pids[1][1:] == made[:2], result.story()

@@ -21,6 +21,7 @@ parser.add_argument(
 parser.add_argument("--steps", type=int, default=24)
 parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--blocks", type=int, default=2)
+parser.add_argument("--gate", default="", help="a file that step 12 waits for")
 parser.add_argument("--share", action="store_true", help="all ranks use one GPU")
 args = parser.parse_args()
 more = set(filter(None, args.more.split(",")))
@@ -130,6 +131,8 @@ done = seen = epoch = 0
 while done < args.steps:
     sampler.set_epoch(epoch)
     for (batch,) in loader:
+        while done == 12 and args.gate and not os.path.exists(args.gate):
+            time.sleep(0.02)
         batch = batch.to(device, non_blocking=True)
         with torch.autocast(device.type, torch.float16, enabled="fp16" in more):
             logits = trained(batch[:, :-1])

@@ -95,7 +95,7 @@ _REPEATABLE = ("faults", "retry_on", "follow")
 GROUPS = {
     "basic options": "run_dir run_id keep_runs keep_runs_days keep_runs_gib log_format follow mindio allow_faults "
     "faults trace keep_steps keep_steps_mib",
-    "recovery": "standbys rungs retry_on exception_retries max_incidents_per_hour "
+    "recovery": "standbys standby_context rungs retry_on exception_retries max_incidents_per_hour "
     "hang_timeout_s verify_every verify_steps overhead_budget proof on_nan "
     "freeze_timeout_s replay_timeout_s transfer_timeout_s resume_timeout_s commit_timeout_s pause_timeout_s "
     "record_limit_mib journal_limit_mib",

@@ -133,7 +133,8 @@ def misfits(torchrun: Namespace, config: Config) -> Iterator[tuple[bool, str, st
     yield is_alone, "--buddy node keeps mirrors on the next node, and there is one only", "use --buddy auto, or on"
     is_verified, what = config.verified_every > 0, "--verify-steps"
     yield is_verified and most > 1, f"{what} works on one node so far", "use one node, or start without it"
-    yield is_verified and not config.standbys, f"{what} needs a standby", "start it with --standbys 1"
+    for name, is_asked in ((what, is_verified), ("--standby-context", config.standby_context)):
+        yield is_asked and not config.standbys, f"{name} needs a standby", "start it with --standbys 1"
     yield is_verified and config.mindio, f"{what} cannot be combined with --mindio", without
     for rung in ("replace", "rewind"):
         yield is_verified and rung not in config.rungs, f"{what} needs the rung '{rung}' (rungs)", "leave it in"

@@ -28,21 +28,25 @@ class Imported(Message, frozen=True):
     modules    (name, file, changes of the environment before its import) each; the file is "" for what a standby must
                not import; None deletes a variable
     directory  in which the script runs
+    device     index of the device that it uses; None: none
     """
 
     modules: list[tuple[str, str, dict[str, str | None]]]
     directory: str
+    device: int | None = None
 
 
 class Ready(Message, frozen=True):
-    """A standby has imported its modules.
+    """A standby has imported its modules, or made its context.
 
     is_copyable  it can be forked: one thread, no device in use
     refused      modules that it should not have imported, and why
+    took_bytes   of the device's memory, by its context; None: not known
     """
 
     is_copyable: bool
     refused: dict[str, str] = field(default_factory=dict)
+    took_bytes: int | None = None
 
 
 class Copied(Message, frozen=True):
@@ -69,8 +73,14 @@ class Copy(Message, frozen=True):
     """Fork a copy that listens on the attached descriptor; the answer is `Copied`."""
 
 
+class UseDevice(Message, frozen=True):
+    """Make a context on the device of this index, for a rank that may be lost; the answer is `Ready`."""
+
+    index: int
+
+
 Report = WarmUp | Imported | Ready | Copied
-Order = WarmUp | Preload | Copy
+Order = WarmUp | Preload | Copy | UseDevice
 
 
 class PreloadPlan(Message, frozen=True):

@@ -235,7 +235,7 @@ class NodeAgent:
 
     def start_process(self, start: dict[str, Any]) -> RankHandler:
         """Start a process, or take one that stands by. Raises OSError."""
-        standby = self.node.domains.run("standbys", self.standbys.take)
+        standby = self.node.domains.run("standbys", lambda: self.standbys.take(start["local_rank_id"]))
         if standby is None:
             return RankHandler(start, str(self.node.run.path), is_new=False, is_python=True)
         unwatch(self.node.selector, standby.channel.sock)

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ttprun.agent.node import rank_processes
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, command_of, kill_session
 from ttprun.protocol import standby_messages
 from ttprun.protocol.codec import encode
@@ -77,14 +76,10 @@ class Preloaded(Standby):
     def __init__(
         self, copy: StandbyCopy, plan: PreloadPlan, asked: standby_messages.Preload, files: Sequence[int]
     ) -> None:
-        self.process = copy.process
-        self.channel = copy.channel
-        self.has_started = self.is_copyable = False
+        self.become(copy)
         self.refused: dict[str, str] = {}
-        self._answers_due = 1
         fd, self._notebook = files
         self._seen, self._seen_at_s = b"", time.monotonic()
-        rank_processes.lower_priority(self.process.pid)
         self.count = plan.count
         # By a file: it reads at its low priority, and a message of this size would have to wait for it.
         with open(fd, "wb") as file:
@@ -122,6 +117,7 @@ class Preloads:
     loops     files in which earlier runs have met a training loop; None: on several nodes they may differ
     refusals  modules that it must not import, and why
     why_not   why there is none, "" if there is one or will be
+    devices   which one each local rank uses, by its index in this node's processes
     """
 
     def __init__(
@@ -131,6 +127,7 @@ class Preloads:
         self._follow = list(follow)
         self.loops = loops
         self._reports: dict[int, Imported] = {}
+        self.devices: dict[int, int] = {}
         self._plan: PreloadPlan | None = None
         self.refusals = dict(refusals or {})
         self._rounds = 0
@@ -152,6 +149,9 @@ class Preloads:
             reports = [self._reports[rank] for rank in range(len(starts))]
             self._reports = {}
             plan = plan_of(reports, starts)
+            is_hidden = isinstance(plan, PreloadPlan) and any(name.endswith("VISIBLE_DEVICES") for name in plan.own)
+            if not is_hidden:  # else an index means another device in each of them
+                self.devices = {rank: used for rank, one in enumerate(reports) if (used := one.device) is not None}
             if isinstance(plan, PreloadPlan):
                 self._plan = plan
             else:

@@ -332,6 +332,11 @@ class Standby:
             raise
         finally:
             theirs.close()
+        self.become(self)
+
+    def become(self, made: Standby | StandbyCopy) -> None:
+        """Be this process from now on, at a low priority, and wait for its first answer."""
+        self.process, self.channel = made.process, made.channel
         lower_priority(self.process.pid)
         self._answers_due = 1
         self.has_started = self.is_copyable = False

@@ -16,18 +16,39 @@ from ttprun.agent.base.loop import unwatch
 from ttprun.agent.node.node import Node, Process
 from ttprun.agent.node.preloads import Preloaded, Preloads
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, kill_session
-from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
+from ttprun.errors import counted
+from ttprun.protocol.standby_messages import Imported, Ready, Report, UseDevice, WarmUp
+
+
+class WithContext(Standby):
+    """A copy of a standby with a context on the device of one rank, whose place alone it can take.
+
+    took_bytes   of the device's memory; None: not known
+    """
+
+    took_bytes: int | None = None
+
+    def __init__(self, copy: StandbyCopy, index: int) -> None:
+        self.become(copy)
+        self.channel.send(UseDevice(index))
+
+    def take(self, message: Ready) -> None:
+        """It has made its context."""
+        super().take(message)
+        self.took_bytes = message.took_bytes
 
 
 class Standbys:
     """Up to `wanted` processes that wait to become ranks.
 
     follow      see Preloads
+    contexts    one more for each local rank has a context on its device
     may_start   False: the ranks prepare their first step, for which they need the processors themselves
     """
 
-    def __init__(self, wanted: int, run_dir: str, follow: Sequence[str] = ()) -> None:
+    def __init__(self, wanted: int, run_dir: str, follow: Sequence[str] = (), contexts: bool = False) -> None:
         self._wanted = wanted
+        self._contexts: dict[int, WithContext] | None = {} if contexts and wanted else None
         self._run_dir = run_dir
         self._waiting: list[Standby] = []
         self._warmth: tuple[list[str], list[str]] = ([], [])
@@ -37,8 +58,7 @@ class Standbys:
 
     def begin_preloads(self, loops: list[str] | None) -> None:
         """All ranks are new: what they import is still to be seen. `loops`: see Preloads."""
-        copy = self.preloads.give_up()
-        if copy is not None:
+        for copy in self._give_up_copies():
             kill_session(copy.process.pid)
         self.preloads = Preloads(self._follow, loops, self.preloads.refusals)
 
@@ -87,6 +107,25 @@ class Standbys:
         able = (standby for standby in self._waiting if standby.is_ready and standby.is_copyable and standby.is_alive)
         self.preloads.look(next(able, None), watch)
 
+    def look_for_contexts(self, watch: Callable[[int, WithContext], None]) -> None:
+        """Have one copy more make its context, once the copies are as they will be; `watch` is called with it."""
+        if self._contexts is None or not self.is_complete:
+            return
+        for local_rank, index in tuple(self.preloads.devices.items()):
+            held = self._contexts.get(local_rank)
+            if held is not None and not held.is_alive and not held.has_started:
+                del self.preloads.devices[local_rank]  # the next one would end as well
+            elif (held is None or not held.is_alive) and (copy := self.copy()) is not None:
+                held = self._contexts[local_rank] = WithContext(copy, index)
+                watch(local_rank, held)
+                return
+
+    def _give_up_copies(self) -> list[Standby]:
+        given_up = [*filter(None, [self.preloads.give_up()]), *(self._contexts or {}).values()]
+        if self._contexts:
+            self._contexts.clear()
+        return given_up
+
     def hurry(self) -> None:
         """A lost rank waits for one."""
         for standby in self._waiting:
@@ -110,11 +149,18 @@ class Standbys:
         if not self.may_start:
             return "starts after step 1"
         if self.ready:
-            return f"ready, {self.preloads.state}"
+            contexts = sum(one.is_ready for one in (self._contexts or {}).values())
+            return f"ready, {self.preloads.state}" + (f", {counted(contexts, 'device context')}" if contexts else "")
         return "being prepared" if self.is_on_its_way else "none could be started; a lost rank gets a new process"
 
-    def take(self) -> Standby | StandbyCopy | None:
+    def take(self, local_rank: int = -1) -> Standby | StandbyCopy | None:
         """A process for a lost rank: a copy of a ready standby, which stays; else one itself. None if none is ready."""
+        held = None if self._contexts is None else self._contexts.pop(local_rank, None)
+        if held is not None and held.is_ready and held.is_alive:
+            held.hurry()
+            return held
+        if held is not None:
+            kill_session(held.process.pid)
         copy = self.copy()
         if copy is not None:
             return copy
@@ -148,14 +194,14 @@ class Standbys:
 
     def give_up(self) -> list[Standby]:
         """Know nothing of any of them from now on; whoever asks for this ends them."""
-        given_up = [*self._waiting, *filter(None, [self.preloads.give_up()])]
+        given_up = [*self._waiting, *self._give_up_copies()]
         self._waiting = []
         return given_up
 
     def end(self) -> None:
         """Kill those that were not needed."""
         self.preloads.end()
-        for standby in self._waiting:
+        for standby in (*self._waiting, *(self._contexts or {}).values()):
             standby.end()
         self._waiting.clear()
 
@@ -225,6 +271,7 @@ class StandbyWatch:
                 self._is_due = False
                 self.refill()
             self._standbys.look(self._watch_preloaded)
+            self._standbys.look_for_contexts(self._watch_context)
             self._announce()
         if self._standbys.may_start or not all(slot.is_protected for slot in self._node.here):
             return
@@ -293,6 +340,13 @@ class StandbyWatch:
             self._node.log("standby_preloaded", pid=preloaded.process.pid, took_s=took_s, **fields)
 
         self._listen(preloaded, came, partial(preloads.lost, preloaded))
+
+    def _watch_context(self, local_rank: int, standby: WithContext) -> None:
+        def came() -> None:
+            fields = {"pid": standby.process.pid, "took_bytes": standby.took_bytes}
+            self._node.log("standby_context", rank=self._node.here[local_rank].rank, **fields)
+
+        self._listen(standby, came, lambda: None)
 
     def _watch(self, standby: Standby) -> None:
         def lost() -> None:

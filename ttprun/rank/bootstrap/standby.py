@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from ttprun.capture.position import user_code
 from ttprun.capture.position.user_code import run
+from ttprun.device import accelerator
 from ttprun.protocol import standby_messages, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patch_table, preload
@@ -66,6 +67,9 @@ def main() -> None:
                     notebook, plan = fds.pop(), fds.pop()
                     refused = preload.preload(plan, notebook)
                     channel.send(standby_messages.Ready(is_copyable(), refused))
+                case standby_messages.UseDevice(index=index):
+                    took_bytes = accelerator.make_context(index)
+                    channel.send(standby_messages.Ready(is_copyable=False, took_bytes=took_bytes))
                 case standby_messages.Copy():
                     channel = give_copy(channel, fds.pop(), agent)
                 case to_rank.Welcome():

@@ -497,4 +497,4 @@ def report_imports(session: Rank) -> None:
         modules = [name for name in sys.modules if name.startswith("torch.")]
         session.channel.send(standby_messages.WarmUp(modules, list(user_code.followed)))
     if session.framework is None:
-        session.channel.send(standby_messages.Imported(user_code.modules(), os.getcwd()))
+        session.channel.send(standby_messages.Imported(user_code.modules(), os.getcwd(), accelerator.current_index()))
