@@ -70,17 +70,16 @@ class Preload(Message, frozen=True):
 
 
 class Copy(Message, frozen=True):
-    """Fork a copy that listens on the attached descriptor; the answer is `Copied`."""
+    """Fork a copy that listens on the attached descriptor; the answer is `Copied`.
 
+    device   index of the one on which the copy makes a context, and then says `Ready`; None: it does not
+    """
 
-class UseDevice(Message, frozen=True):
-    """Make a context on the device of this index, for a rank that may be lost; the answer is `Ready`."""
-
-    index: int
+    device: int | None = None
 
 
 Report = WarmUp | Imported | Ready | Copied
-Order = WarmUp | Preload | Copy | UseDevice
+Order = WarmUp | Preload | Copy
 
 
 class PreloadPlan(Message, frozen=True):

@@ -377,14 +377,17 @@ class Standby:
         """It is needed now, or will be at once: it has a rank's priority from now on."""
         restore_priority(self.process.pid)
 
-    def copy(self) -> StandbyCopy | None:
-        """A copy of it, made within milliseconds; None if it gives none, and then it has been killed."""
+    def copy(self, device: int | None = None) -> StandbyCopy | None:
+        """A copy of it, made within milliseconds; None if it gives none, and then it has been killed.
+
+        device   see standby_messages.Copy
+        """
         if not self.is_alive:
             return None
         ours, theirs = channel.pair()
         try:
             with adopting():
-                self.channel.send(standby_messages.Copy(), [theirs.fileno()])
+                self.channel.send(standby_messages.Copy(device), [theirs.fileno()])
                 pid = self._pid_of_copy(_COPY_LIMIT_S)
             restore_priority(pid)
             return StandbyCopy(AdoptedProcess(pid), ours)

@@ -17,7 +17,7 @@ from ttprun.agent.node.node import Node, Process
 from ttprun.agent.node.preloads import Preloaded, Preloads
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, kill_session
 from ttprun.errors import counted
-from ttprun.protocol.standby_messages import Imported, Ready, Report, UseDevice, WarmUp
+from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
 
 
 class WithContext(Standby):
@@ -28,9 +28,8 @@ class WithContext(Standby):
 
     took_bytes: int | None = None
 
-    def __init__(self, copy: StandbyCopy, index: int) -> None:
+    def __init__(self, copy: StandbyCopy) -> None:
         self.become(copy)
-        self.channel.send(UseDevice(index))
 
     def take(self, message: Ready) -> None:
         """It has made its context."""
@@ -115,8 +114,8 @@ class Standbys:
             held = self._contexts.get(local_rank)
             if held is not None and not held.is_alive and not held.has_started:
                 del self.preloads.devices[local_rank]  # the next one would end as well
-            elif (held is None or not held.is_alive) and (copy := self.copy()) is not None:
-                held = self._contexts[local_rank] = WithContext(copy, index)
+            elif (held is None or not held.is_alive) and (copy := self.copy(index)) is not None:
+                held = self._contexts[local_rank] = WithContext(copy)
                 watch(local_rank, held)
                 return
 
@@ -171,12 +170,12 @@ class Standbys:
         single_use[0].hurry()
         return single_use[0]
 
-    def copy(self) -> StandbyCopy | None:
-        """A copy of a ready standby; None if there is none that can be copied."""
+    def copy(self, device: int | None = None) -> StandbyCopy | None:
+        """A copy of a ready standby, see Standby.copy; None if there is none that can be copied."""
         preloaded = self.preloads.ready
-        copy = preloaded.copy() if preloaded is not None else None
+        copy = preloaded.copy(device) if preloaded is not None else None
         for standby in self._ready() if copy is None else ():
-            copy = standby.copy() if standby.is_copyable else None
+            copy = standby.copy(device) if standby.is_copyable else None
             if copy is not None:
                 break
         return copy

@@ -67,11 +67,12 @@ def main() -> None:
                     notebook, plan = fds.pop(), fds.pop()
                     refused = preload.preload(plan, notebook)
                     channel.send(standby_messages.Ready(is_copyable(), refused))
-                case standby_messages.UseDevice(index=index):
-                    took_bytes = accelerator.make_context(index)
-                    channel.send(standby_messages.Ready(is_copyable=False, took_bytes=took_bytes))
-                case standby_messages.Copy():
-                    channel = give_copy(channel, fds.pop(), agent)
+                case standby_messages.Copy(device=device):
+                    copied = channel
+                    channel = give_copy(copied, fds.pop(), agent)
+                    if channel is not copied and device is not None:  # this is the copy
+                        took_bytes = accelerator.make_context(device)
+                        channel.send(standby_messages.Ready(is_copyable=False, took_bytes=took_bytes))
                 case to_rank.Welcome():
                     welcome = message
                     break
