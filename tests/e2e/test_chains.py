@@ -166,7 +166,7 @@ OPTIMIZERS = {
         "weight",
     ),
 }
-NOT_YET = ("persistent", "iterable", "own sampler, workers")
+NOT_YET = ("iterable",)
 CHAINS = [*((batches, "adamw") for batches in BATCHES if batches not in NOT_YET), ("persistent", "sgd")]
 
 

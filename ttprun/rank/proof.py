@@ -407,7 +407,7 @@ def note(
         session.kept.note(kind, what, values)
     if session.keeper is not None:
         session.keeper.note(kind, values)
-    if not session.mode.is_live or not session.is_repairable():
+    if not session.mode.is_live or not (session.is_repairable() or session.is_recorded()):
         return False
     try:
         evidence = session.parts[Recorder].evidence

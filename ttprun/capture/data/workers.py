@@ -55,6 +55,7 @@ _HELD: tuple[Any, ...] = (
     numpy.random.Generator,
     numpy.random.RandomState,
 )
+_MOST_ITEMS = 100_000  # of a container that a sampler keeps: it is packed once an epoch
 _any_node: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Node)
 _held_by_parts: msgspec.msgpack.Decoder[list[dict[str, Node]]] = msgspec.msgpack.Decoder(list[dict[str, Node]])
 
@@ -100,10 +101,10 @@ def held_by(loader: DataLoader[Any]) -> bytes:
 
 
 def _is_held(part: Any, item: Any) -> bool:
-    """Plain values and random generators; of a sampler also indices that it may shuffle in place."""
+    """Plain values and random generators; of a sampler also what it may count, weigh or shuffle in place."""
     if is_a(item, numpy.ndarray):
         return is_a(part, Sampler) and item.nbytes <= SMALL_BYTES
-    return is_a(item, _HELD)
+    return is_a(item, _HELD) or (is_a(part, Sampler) and type(item) in (list, dict) and len(item) <= _MOST_ITEMS)
 
 
 def hold_again(loader: DataLoader[Any], packed: bytes) -> None:

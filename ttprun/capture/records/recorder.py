@@ -35,8 +35,8 @@ FIRST = SLOTS  # the slot after those of the newest boundaries
 HEADER_BYTES = 4096
 LOG_BYTES = 16 << 20
 WORKER_ITERATORS, WORKERS, WORKER_BATCHES = 4, 16, 32  # ring: iterators x workers x newest batches of each
-WORKER_EPOCHS = 2  # whose first states are kept beside the newest: a stream is read again from its beginning
-_RING = WORKER_EPOCHS + WORKER_BATCHES
+WORKER_EPOCHS = 2  # whose first and newest states are kept: when one ends, persistent workers begin the next at once
+_RING = WORKER_EPOCHS * (1 + WORKER_BATCHES)
 WORKER_ENTRY_BYTES = 16 << 10
 WORKER_BYTES = WORKER_ITERATORS * WORKERS * _RING * WORKER_ENTRY_BYTES
 _WORKER = struct.Struct("<iiiii")  # iterator, epoch, worker, batch, bytes
@@ -295,7 +295,8 @@ class Recorder:
     def _worker_at(self, place: tuple[int, int, int, int]) -> int:
         iterator, epoch, worker, batch = place
         ring = (iterator % WORKER_ITERATORS) * WORKERS + worker % WORKERS
-        entry = ring * _RING + (WORKER_EPOCHS + batch % WORKER_BATCHES if batch else epoch % WORKER_EPOCHS)
+        of_epoch = epoch % WORKER_EPOCHS * (1 + WORKER_BATCHES)  # its first one stays: a stream is read again from it
+        entry = ring * _RING + of_epoch + (1 + batch % WORKER_BATCHES if batch else 0)
         return self._log_start + LOG_BYTES + entry * WORKER_ENTRY_BYTES
 
     def write_worker(self, place: tuple[int, int, int, int], state: bytes) -> None:

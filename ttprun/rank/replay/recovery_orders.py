@@ -185,6 +185,7 @@ def settle(session: Rank, order: to_rank.Freeze, check_overtaken: Callable[[], N
 # One function for each order of the agent (`protocol/to_rank.py`); begin with `send_state`.
 
 _LOOK_AGAIN_S = 0.05
+_REST_LIMIT_S = 2.0
 IN_STEP = Reason(
     "state-of-one-rank",
     "its optimizer communicates inside step(), so in the middle of it this rank holds the state of no boundary",
@@ -280,8 +281,13 @@ def load_state(session: Rank, order: to_rank.LoadState) -> None:
 
 
 def dump(session: Rank, order: to_rank.Dump) -> None:
-    """Write this rank's share of the survivors' state; the main thread waits meanwhile."""
+    """Write this rank's share of the survivors' state; the main thread waits meanwhile.
+
+    That of a rank alone first comes to its next commit, within _REST_LIMIT_S: what it prints by then is saved with it.
+    """
     stages.reached("persist")
+    if session.is_alone():
+        session.board.wait_for_change(session.rank, Field.RECORDED, session.applied, _REST_LIMIT_S)
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     share, mirrored, why_not = None, {}, ""
     try:
