@@ -139,7 +139,7 @@ class Tracer:
     def _note_weights(self, session: Rank, link: str) -> None:
         every = 1 + optimizer_registry.weights_bytes() // _LARGE_BYTES
         if session.applied % every == 0 and optimizer_registry.optimizers():
-            self._links[link] = trained()[:8]
+            self._links[link] = _digest(holdings.in_full(None, has_settings=False))
 
     def _note_beginning(self, session: Rank) -> None:
         """The first thing of a step: how it finds the random numbers, and the weights."""
@@ -307,16 +307,6 @@ def live() -> Rank | None:
     """This process's session; None in a replay."""
     session = current()
     return session if session is not None and session.mode.is_live else None
-
-
-def trained() -> str:
-    """Digest of all that the optimizers update: parameters, and the tensors of their state."""
-    hasher = xxhash.xxh3_128()
-    for tensor in optimizer_registry.stepped_tensors():
-        elements = elements_of(local_of(tensor).detach())
-        hasher.update(f"{elements.dtype} {list(tensor.shape)}".encode())
-        hasher.update(content_of(elements))
-    return hasher.hexdigest()
 
 
 def append(path: str | Path, text: str) -> None:

@@ -398,8 +398,6 @@ class ManagedGroup(SeenByTorch):
             if entry.given is not None:
                 unpack_given(entry)
             entry.note_result()
-            if session.kept is not None:
-                session.kept.keep(entry)
             if entry.input.is_borrowed:
                 output = entry.outputs[0]
                 if session.observers.keep_result(session, entry.sequence, entry.number, output):

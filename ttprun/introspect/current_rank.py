@@ -205,7 +205,7 @@ class Rank:
     is_over       this run of the script has ended with an exception
     recovery      the recovery thread: rank/replay/order_thread.py
     expected      the collectives that a replacement must issue: `Expected` in rank/proof.py
-    kept, keeper  of its step, and of its last ones, to be taken again: rank/verification.py, rank/replay/kept_steps.py
+    keeper        of its steps, to be taken again: `Keeper` in rank/replay/kept_steps.py
     proof         the comparison with the lost rank's step, while a replacement is in that: `Proof` in rank/proof.py
     framework     the script's, if it recovers by callbacks (--mindio): rank/framework/framework.py
     updates       when this run of the script last stepped an optimizer
@@ -245,7 +245,6 @@ class Rank:
     recovery: Any = None
     expected: Any = None
     proof: Any = None
-    kept: Any = None
     framework: Any = None
     keeper: Any = None
     updates: UpdateTimes = field(default_factory=UpdateTimes)
@@ -426,10 +425,6 @@ class Rank:
     def go_live(self) -> None:
         """The script runs as it is from here on."""
         self.mode = LIVE
-
-    def note_step(self, rows: Any) -> None:
-        """What this step comes to is noted from here on (None: not any more)."""
-        self.kept = rows
 
     def keep_by(self, keeper: Any) -> None:
         """Its steps are kept, or compared, by this from now on; None: not any more."""

@@ -40,7 +40,6 @@ class Options(Message, frozen=True):
     trace                 file to which it adds digests of each step; "": it leaves none
     verified              path for what the collectives of a step have given to it, if its steps are verified; "": not
     verified_before       and waits before it takes such a step until that is compared
-    takes_again           it takes one step again, by itself, with what is in that file
     """
 
     allow_faults: bool
@@ -70,7 +69,6 @@ class Options(Message, frozen=True):
     trace: str = ""
     verified: str = ""
     verified_before: bool = False
-    takes_again: bool = False
     keep_steps: int = 0
     keep_steps_mib: int = 0
 
@@ -235,7 +233,8 @@ class Replay(Action, frozen=True):
     step_from        slot of the lost rank's mirror from which the last step is taken again; "": it is not
     proof_from       slot from which it is taken again in any case, to compare the result with `result`; "": it is not
     result           slot of the state after it; "": there is none
-    given            folder of a kept step, which is taken again without the other ranks; "": they go on, too
+    given            folder of a kept step, or the `verified` path of one, which is taken again without the other ranks;
+                     "": they go on, too
     """
 
     rank: int

@@ -403,8 +403,6 @@ def note(
 
     Raises MismatchError, and nothing else.
     """
-    if session.kept is not None:
-        session.kept.note(kind, what, values)
     if session.keeper is not None:
         session.keeper.note(kind, values)
     if not session.mode.is_live or not (session.is_repairable() or session.is_recorded()):

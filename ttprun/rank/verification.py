@@ -15,13 +15,11 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import msgpack
 import numpy
 import torch
 import xxhash
@@ -29,14 +27,13 @@ import xxhash
 from ttprun.device.device_errors import in_one_line
 from ttprun.groups.journal import Journal
 from ttprun.introspect import fail_open, host_copies
-from ttprun.introspect.current_rank import BATCH, INPUT, LOSS, Rank, current
+from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.model_tensors import local_of
-from ttprun.introspect.tensor_bytes import FOLDED_FROM, Unseen, bytes_of, comparable, elements_of, folded
+from ttprun.introspect.tensor_bytes import FOLDED_FROM, bytes_of, elements_of, folded
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Phase
 from ttprun.protocol.patience import Patience
 from ttprun.tensors import holdings, optimizer_registry
-from ttprun.tensors.shares import SnapshotPart
 
 if TYPE_CHECKING:
     from ttprun.groups.operations import Entry
@@ -377,96 +374,6 @@ class Verifier:
             digest = xxhash.xxh3_64_hexdigest(bytes_of(copy))
             digests[key] = (weights, digest) if is_gradient else (digest, gradient)
         self._channel.send(from_rank.Held(boundary, False, digests, {}, {}, [], ""))
-
-
-_KINDS = {BATCH: "batch", LOSS: "loss", INPUT: "input of"}
-_ON_DEVICE = "its tensors are on a device, and steps are verified on the CPU only so far"
-
-
-class StepRows:
-    """What a step of this rank comes to, a digest each; and what its collectives give, if it is to be taken again.
-
-    The same is noted by the process that takes it again (replay/replay_run.py, GivenStep).
-
-    boundary   that the step follows
-    """
-
-    def __init__(self, session: Rank, boundary: int) -> None:
-        self.boundary = boundary
-        self._rows: list[tuple[str, str, str]] = []
-        self._counts: Counter[str] = Counter()
-        self._given: dict[int, list[bytes]] = {}
-        self._since = len(session[Journal].entries)
-        self._why_not = "" if session.options.takes_again else "it has no record of its own"
-        self._took_s = 0.0
-
-    def note(self, kind: int, name: str, values: Sequence[Any]) -> None:
-        """A batch, a loss or the input of a collective is about to be used.
-
-        name     the operation, if it is an input
-        values   of which the dense tensors are noted
-        """
-        began_s = time.thread_time()
-        what = f"{_KINDS[kind]} {name}" if kind == INPUT else _KINDS[kind]
-        with Unseen():
-            for tensor in comparable(values):
-                self._counts[what] += 1
-                self._add(f"{what} {self._counts[what]}", tensor)
-        self._took_s += time.thread_time() - began_s
-
-    def _add(self, what: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_cpu:
-            self._why_not = _ON_DEVICE
-            return
-        tensor = tensor.detach()
-        size = tensor.double().abs().sum().item() if tensor.is_floating_point() else 0.0
-        self._rows.append((what, xxhash.xxh3_64_hexdigest(bytes_of(tensor)), f"{size:.8g}"))
-
-    def keep(self, entry: Entry) -> None:
-        """An operation has completed: keep what it gives, before the script can change it."""
-        began_s = time.thread_time()
-        if any(not output.is_cpu for output in entry.outputs):
-            self._why_not = _ON_DEVICE
-        else:
-            self._given[id(entry)] = [bytes_of(output).tobytes() for output in entry.outputs]
-        self._took_s += time.thread_time() - began_s
-
-    def gather(self, session: Rank) -> None:
-        """The step's operations have all completed, and are still in the journal: write what they have given."""
-        try:
-            entries = session[Journal].entries[self._since :]
-            given = [(entry.signature, self._given[id(entry)]) for entry in entries]
-            if any(entry.is_apart or entry.op in ("send", "recv") for entry in entries):
-                raise ValueError("it communicates on another thread, or by messages")
-            with open(session.options.verified, "wb") as file:
-                file.write(msgpack.packb(given))
-            self._why_not = self._why_not if self._why_not == _ON_DEVICE else ""
-        except Exception as error:  # e.g. no memory: this step is not verified
-            fail_open.raise_if_meant(error)
-            if self._why_not != _ON_DEVICE:
-                self._why_not = f"what its collectives have given cannot be kept ({error!r})"
-        if session.options.verified_before:
-            self.report(session)
-            session[Verifier].await_verified(session, self.boundary)
-
-    def end(self, session: Rank, frame: FrameType | None) -> None:
-        """The step has ended: add what the optimizer has made of it, and report all."""
-        began_s = time.thread_time()
-        try:
-            names = holdings.names(frame)
-            for key, digests in holdings.in_full(None).items():
-                name = names.get(key, key).removeprefix("module.")
-                self._rows += [(f"weights of {name}", digests[0], ""), (f"optimizer state of {name}", digests[1], "")]
-        except Exception as error:
-            fail_open.raise_if_meant(error)
-            self._why_not = f"its weights cannot be hashed ({in_one_line(error)})"
-        self._took_s += time.thread_time() - began_s
-        self.report(session)
-
-    def report(self, session: Rank) -> None:
-        """Nothing more is noted."""
-        session.note_step(None)
-        session[SnapshotPart].report_step(session.channel, self.boundary, self._rows, self._why_not, self._took_s)
 
 
 def nan_in(journal: Journal) -> str:

@@ -113,16 +113,22 @@ class Holdings:
         return hasher.digest()
 
 
-def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str]]:
+def in_full(optimizer: torch.optim.Optimizer | None, has_settings: bool = True) -> dict[str, tuple[str, str]]:
     """Key of each parameter -> (digest of its weights, digest of its gradient, state and hyper-parameters).
 
     Of a sharded one they are of this rank's part.
 
-    optimizer   about to step; gradients of others are left out, as they may be incomplete
+    optimizer     about to step; gradients of others are left out, as they may be incomplete
+    has_settings  with hyper-parameters
     """
     shown = set() if optimizer is None else set(map(id, shown_to(optimizer)))
     return {
-        key: (_hash(parameter), _hash_of_rest(_own(state), group, parameter.grad if id(parameter) in shown else None))
+        key: (
+            _hash(parameter),
+            _hash_of_rest(
+                _own(state), group if has_settings else {}, parameter.grad if id(parameter) in shown else None
+            ),
+        )
         for key, parameter, state, group, _ in replicated.rows()
     }
 

@@ -326,15 +326,15 @@ class Again:
             Recorder(own[1], node.slot_bytes).restore(stored.rank_part(rank))
             welcome, fds = self._watch.introduction(slot, handler, is_replacement=True)
             nothing: dict[str, Any] = {key: [] for key in ("mirror", "mirror_copies", "own_state", "buffers")}
-            nothing |= {"verify_every": 0, "snapshot_every_steps": 0, "nan_limit_s": None, "trace": ""}
-            options = replace(welcome.options, **nothing, allow_faults=False, takes_again=True)
+            nothing |= {"verify_every": 0, "snapshot_every_steps": 0, "nan_limit_s": None, "trace": "", "keep_steps": 0}
+            options = replace(welcome.options, **nothing, allow_faults=False)
             handler.channel.waits = True
             handler.channel.send(replace(welcome, options=options, faults=[]), [*own, *fds[len(own) :]])
         finally:
             for fd in own:
                 os.close(fd)
         orders: dict[type[Message], Order] = {
-            from_rank.Present: to_rank.Replay(rank, node.generation, stored.boundary, None),
+            from_rank.Present: to_rank.Replay(rank, node.generation, stored.boundary, None, given=options.verified),
             from_rank.RankReplayed: to_rank.LoadState(
                 *((), node.generation, stored.boundary, stored.files),
                 owners={key: list(ranks) for key, ranks in stored.owners.items()},

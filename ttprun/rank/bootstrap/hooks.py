@@ -212,9 +212,8 @@ def make_session(presence: Presence) -> Rank:
             Exchange: Exchange(presence.channel, welcome.address),
         }
     )
-    if options.keep_steps:
-        limit_bytes = options.keep_steps_mib << 20
-        session.keep_by(Keeper(session, options.keep_steps, limit_bytes, welcome.arguments))
+    if options.keep_steps or options.verified:
+        session.keep_by(Keeper(session, welcome.arguments))
     if welcome.address:
         session.parts[InterNodeCommit] = InterNodeCommit(session, presence.fds[3])
     session.observers = observers_of(session)

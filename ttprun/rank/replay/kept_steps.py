@@ -5,9 +5,9 @@ rank's records, as a checkpoint has them), and in their order the batches, losse
 of what this rank has put in, and the bytes of what a collective has given.
 
 How it is called. In a rank: `session.keeper` is a `Keeper` (None: nothing is kept); `keep` at each boundary, `note`,
-`issue` and `complete` in between, `write` when the run of the script is over. In a process of its own: the order
-`to_rank.Replay(boundary, source=None, given=FOLDER)`, then `LoadState`, then `Resume`, as agent/node/step_again.py
-gives them; the script then runs as `Given` says, which compares, and leaves what it has found in RESULT.
+`issue`, `complete` and `gather` in between, `write` when the run of the script is over. In a process of its own: the
+order `to_rank.Replay(boundary, source=None, given=PLACE)`, then `LoadState`, then `Resume`, as agent/node/step_again.py
+gives them for `ttprun replay`, and process_watch.py for --verify-steps; the script then runs as `Given` says.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -35,19 +35,22 @@ from ttprun.groups.results import Answers
 from ttprun.introspect import fail_open
 from ttprun.introspect.current_rank import BATCH, LOSS, Mode, Rank
 from ttprun.introspect.model_tensors import local_of
+from ttprun.introspect.safe_reads import is_a
 from ttprun.introspect.tensor_bytes import Unseen, bytes_of, elements_of
 from ttprun.protocol import from_rank
-from ttprun.tensors import gradients, holdings, replicated
-from ttprun.tensors.replicated import PostStepWeights
+from ttprun.rank.verification import Verifier
+from ttprun.tensors import gradients, holdings
 from ttprun.tensors.shares import SnapshotPart
 
 FOLDER = "steps"  # in the directory of the run
 STATE, STEP = FILES = ("state.safetensors", "step.msgpack")
 RESULT = "taken-again.json"
-FORMAT = 1
+FORMAT = 2
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _NAMES = {BATCH: "batch", LOSS: "loss"}
 _INPUT = "collective"
+_ON_DEVICE = "its tensors are on a device, and steps are taken again on the CPU only so far"
+_KILL_LIMIT_S = 60.0
 _OF_ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "CUDA_", "CUBLAS_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON")
 _NOT_THE_SCRIPTS = (*(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, os)), _OURS, "<")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
@@ -58,92 +61,140 @@ def folder_of(rank: int, step: int) -> str:
     return f"rank-{rank:05d}-step-{step:08d}"
 
 
-def _digest_of(values: Sequence[Any]) -> str:
-    """Of all tensors among these, whole."""
-    hasher = xxhash.xxh3_64()
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            elements = elements_of(local_of(value).detach())
-            hasher.update(f"{elements.dtype} {list(value.shape)}".encode())
-            hasher.update(bytes_of(elements))
-    return str(hasher.hexdigest())
-
-
-def _trained() -> dict[str, str]:
-    """A digest of each tensor that the optimizers update, by its key."""
-    return {part.key: _digest_of([part.tensor]) for part in replicated.describe()[1] if not part.is_gradient}
-
-
 class _Step:
-    """One step, kept: what it begins with, and what was given to it.
+    """One step: what it begins with, what this rank has put in, and what was given to it.
 
-    rows   [sequence, what, digest of the inputs, outputs or None] of each batch, loss and collective
+    is_verified   another process takes it again, and the agent compares what all of them report
+    rows          [sequence, what, [digest, sum of the elements] of each tensor put in, outputs or None] of each batch,
+                  loss and collective; the sum is "" unless the step is verified
+    after, names  digests of what the optimizers have made of the weights, and the script's names: see holdings.py
+    why_not       why it cannot be verified
+    took_s        of the time of this rank's threads
     """
 
-    def __init__(self, boundary: int, memory: Any) -> None:
-        self.boundary = boundary
-        self.memory = memory
-        self.size_bytes = 0
+    def __init__(self, boundary: int, is_verified: bool) -> None:
+        self.boundary, self.is_verified = boundary, is_verified
+        self.memory: Any = None
+        self.size_bytes = self.given_bytes = 0
         self.header: list[Any] = []
         self.records = b""
-        self.trained: dict[str, str] = {}
         self.rows: list[list[Any]] = []
-        self.given_bytes = 0
+        self.after: dict[str, tuple[str, str]] = {}
+        self.names: dict[str, str] = {}
+        self.is_gathered = False
+        self.why_not = ""
+        self.took_s = 0.0
+        self.lock = threading.Lock()
+
+    def add(self, sequence: str, what: str, values: Sequence[Any]) -> list[Any]:
+        """A new row, without outputs. Raises ValueError if a tensor is on a device."""
+        began_s = time.thread_time()
+        with Unseen():
+            digests = [self._digest_of(value) for value in values if is_a(value, torch.Tensor) and not value.is_meta]
+        row = [sequence, what, digests, None if what not in _NAMES.values() else []]
+        with self.lock:
+            self.rows.append(row)
+        self.took_s += time.thread_time() - began_s
+        return row
+
+    def _digest_of(self, tensor: torch.Tensor) -> list[str]:
+        elements = elements_of(local_of(tensor).detach())
+        if not elements.is_cpu:
+            raise ValueError(_ON_DEVICE)
+        hasher = xxhash.xxh3_64(f"{elements.dtype} {list(tensor.shape)}".encode())
+        hasher.update(bytes_of(elements))
+        is_summed = self.is_verified and elements.is_floating_point()
+        return [hasher.hexdigest(), f"{elements.double().abs().sum().item():.8g}" if is_summed else ""]
+
+    def end(self, frame: FrameType | None) -> None:
+        """The optimizers have stepped. Raises what hashing raises.
+
+        frame   innermost of the script, whose variables name the parameters
+        """
+        began_s = time.thread_time()
+        with Unseen():
+            self.after = holdings.in_full(None)
+        if self.is_verified:
+            self.names = holdings.names(frame)
+        self.took_s += time.thread_time() - began_s
+
+    def report(self, session: Rank, why_not: str = "") -> None:
+        """It is over, or goes no further: send what it has come to, a digest each."""
+        counts: Counter[str] = Counter()
+        rows = []
+        for _, what, digests, _ in self.rows:
+            kind = what if what in _NAMES.values() else f"input of {what.partition(' ')[0]}"
+            for digest, total in digests:
+                counts[kind] += 1
+                rows.append((f"{kind} {counts[kind]}", digest, total))
+        for key, (weights, state) in self.after.items():
+            name = self.names.get(key, key).removeprefix("module.")
+            rows += [(f"weights of {name}", weights, ""), (f"optimizer state of {name}", state, "")]
+        self.is_verified = False
+        session[SnapshotPart].report_step(session.channel, self.boundary, rows, self.why_not or why_not, self.took_s)
 
 
 class Keeper:
-    """Keeps the newest steps of this rank in its memory, and writes them to the directory of the run at its end.
+    """Keeps steps of this rank in its memory: the newest ones, to be written to the directory of the run at its end
+    (--keep-steps), and those that another process takes again meanwhile (--verify-steps).
 
-    count         steps that are kept, beside the one that is under way
-    limit_bytes   that all of them may take; the oldest are dropped
     arguments     Python's, as in `to_rank.Welcome`
     """
 
-    def __init__(self, session: Rank, count: int, limit_bytes: int, arguments: Sequence[str]) -> None:
+    def __init__(self, session: Rank, arguments: Sequence[str]) -> None:
         self._session = session
-        self._count, self._limit_bytes = count, limit_bytes
+        self._count = session.options.keep_steps  # beside the one that is under way
+        self._limit_bytes = session.options.keep_steps_mib << 20  # the oldest are dropped
         self._arguments = list(arguments)
-        self._steps: deque[_Step] = deque()  # the last one is under way
+        self._step: _Step | None = None  # the one that is under way
+        self._past: deque[_Step] = deque()
         self._spare: list[Any] = []
-        self._lock = threading.Lock()
 
     def keep(self, boundary: int, frame: FrameType, optimizer: Any) -> None:
         """The step to this boundary is over, and the next one begins with what there is now. Raises nothing.
 
         frame   innermost of the main thread's: its variables name the models
         """
+        session, last = self._session, self._step
+        step = _Step(boundary, session[SnapshotPart].verified_at == boundary)
         try:
-            while len(self._steps) > self._count:
-                self._drop_oldest()
-            memory = self._spare.pop() if self._spare else None
-            with gradients.kept_if_unknown(optimizer):
-                memory, share = self._session[SnapshotPart].copy_all(frame, memory)
-            step = _Step(boundary, memory)
-            step.size_bytes, step.header = share.bytes, share.header
-            step.records = msgpack.packb(self._session[Recorder].export(boundary))
-            with Unseen():
-                step.trained = _trained()
-            with self._lock:
-                self._steps.append(step)
-            while len(self._steps) > 1 and self._taken_bytes() > self._limit_bytes:
-                self._drop_oldest()
-            if (needed := self._taken_bytes()) > self._limit_bytes:
-                limit = f"the limit is {self._limit_bytes >> 20} (keep_steps_mib)"
-                raise MemoryError(f"one takes {needed >> 20} MiB, and {limit}")
+            if last is not None:
+                last.end(frame)
+            if self._count:
+                self._begin(step, last, frame, optimizer)
         except Exception as error:  # training continues
             fail_open.raise_if_meant(error)
             self._give_up(str(error) or repr(error))
+        if last is not None and last.is_verified:
+            last.report(session, "" if last.is_gathered else "it has no record of its own")
+        self._step = step if self._count or step.is_verified else None
 
-    def _taken_bytes(self) -> int:
-        return sum(step.size_bytes + step.given_bytes for step in self._steps)
-
-    def _drop_oldest(self) -> None:
-        with self._lock:
-            self._spare.append(self._steps.popleft().memory)
+    def _begin(self, step: _Step, last: _Step | None, frame: FrameType, optimizer: Any) -> None:
+        """Keep what a step begins with, and the one before it; others only as far as there is room."""
+        if last is not None:
+            self._past.append(last)
+        while len(self._past) > self._count:
+            self._spare.append(self._past.popleft().memory)
+        with gradients.kept_if_unknown(optimizer):
+            step.memory, share = self._session[SnapshotPart].copy_all(frame, self._spare.pop() if self._spare else None)
+        step.size_bytes, step.header = share.bytes, share.header
+        step.records = msgpack.packb(self._session[Recorder].export(step.boundary))
+        while (needed := step.size_bytes + sum(each.size_bytes + each.given_bytes for each in self._past)) > (
+            self._limit_bytes
+        ):
+            if not self._past:
+                limit = f"the limit is {self._limit_bytes >> 20} (keep_steps_mib)"
+                raise MemoryError(f"one takes {needed >> 20} MiB, and {limit}")
+            self._spare.append(self._past.popleft().memory)
 
     def _give_up(self, why: str) -> None:
-        self._session.keep_by(None)
-        self._session.channel.send(from_rank.Note(f"no step can be taken again from here on: {why}"))
+        """The step that is under way is not verified, and no step is kept any more."""
+        if self._step is not None:
+            self._step.why_not = self._step.why_not or why
+        if self._count:
+            self._count = 0
+            self._past.clear()
+            self._session.channel.send(from_rank.Note(f"no step can be taken again from here on: {why}"))
 
     def note(self, kind: int, values: Sequence[Any]) -> None:
         """A batch has come, or a loss."""
@@ -153,46 +204,61 @@ class Keeper:
     def issue(self, entry: Any, inputs: Sequence[torch.Tensor]) -> None:
         """A collective or message is about to be issued."""
         entry.kept_row = self._add(entry.sequence, _what(entry), inputs)
+        if self._step is not None and (entry.is_apart or entry.op not in OPERATIONS):
+            self._step.why_not = "it communicates on another thread, or by messages"
 
     def _add(self, sequence: str, what: str, values: Sequence[Any]) -> list[Any] | None:
-        if not self._steps:
-            return None
         try:
-            with Unseen():
-                row = [sequence, what, _digest_of(values), None]
+            return None if (step := self._step) is None else step.add(sequence, what, values)
         except Exception as error:
-            self._give_up(f"what this rank puts in cannot be read: {error!r}")
+            fail_open.raise_if_meant(error)
+            self._give_up(str(error) or repr(error))
             return None
-        with self._lock:
-            self._steps[-1].rows.append(row)
-        return row
 
     def complete(self, entry: Any) -> None:
         """Its outputs are there; the script does not know yet."""
-        row = entry.kept_row
-        if row is None:
+        row, step, began_s = entry.kept_row, self._step, time.thread_time()
+        if row is None or step is None:
             return
         if any(not output.is_cpu or output.layout is not torch.strided for output in entry.outputs):
             self._give_up("results of collectives on a device, and sparse ones, are not kept")
             return
         row[3] = [bytes_of(output).tobytes() for output in entry.outputs]
-        self._steps[-1].given_bytes += sum(map(len, row[3]))
+        step.given_bytes += sum(map(len, row[3]))
+        step.took_s += time.thread_time() - began_s
+
+    def gather(self) -> None:
+        """All operations before the optimizer's step have completed: if it is verified, it can be taken again now."""
+        session, step = self._session, self._step
+        if step is None or not step.is_verified:
+            return
+        try:
+            if any(row[3] is None for row in step.rows):
+                raise ValueError("a result has not come")
+            content = {"format": FORMAT, "boundary": step.boundary, "rows": step.rows, "after": {}, "error": ""}
+            with open(session.options.verified, "wb") as file:
+                file.write(msgpack.packb(content))
+            step.is_gathered = True
+        except Exception as error:  # e.g. no memory: this step is not verified
+            fail_open.raise_if_meant(error)
+            step.why_not = step.why_not or f"what its collectives have given cannot be kept ({error!r})"
+        if session.options.verified_before:
+            step.report(session)
+            session[Verifier].await_verified(session, step.boundary)
 
     def write(self, error: str = "") -> None:
         """The run of the script is over: write what is kept to the run's directory. Raises nothing.
 
         error   that has ended it: then the step that it has ended is the newest; "": it has come to its end
         """
-        steps = list(self._steps)
-        following = {step.boundary: after for step, after in pairwise(steps)}
-        kept = steps[-self._count :] if error else steps[:-1][-self._count :]
+        steps = [*self._past, *([self._step] if error and self._step is not None else [])]
         try:
-            for step in kept:
-                self._write(step, following.get(step.boundary), error if step is steps[-1] else "")
+            for step in steps[-self._count :] if self._count else ():
+                self._write(step, error if step is self._step else "")
         except Exception as failure:
             self._session.channel.send(from_rank.Note(f"its last steps could not be written: {failure!r}"))
 
-    def _write(self, step: _Step, following: _Step | None, error: str) -> None:
+    def _write(self, step: _Step, error: str) -> None:
         session = self._session
         parent = Path(session.run_dir) / FOLDER
         parent.mkdir(mode=0o700, exist_ok=True)
@@ -220,7 +286,7 @@ class Keeper:
             "header": json.dumps(step.header),
             "records": step.records,
             "rows": step.rows,
-            "trained": following.trained if following is not None else {},
+            "after": step.after,
             "error": error,
         }
         (draft / STEP).write_bytes(msgpack.packb(content))
@@ -238,18 +304,20 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
 class Given(Mode):
     """How the script runs in a step that is taken again: without other ranks, with what they gave.
 
-    folder   of the kept step
+    place   folder of the kept step; or file with what the collectives of a step that is verified have given
 
-    It ends the process at the end of the step, at the first collective that is another one, or where nothing is kept.
+    It ends at the end of the step, at the first collective that is another one, or where nothing is kept: the process
+    leaves what it has found in RESULT, or reports what it has computed to be compared by the agent, and is ended by it.
     """
 
     is_alone = True
     is_live = False
 
-    def __init__(self, session: Rank, folder: str) -> None:
+    def __init__(self, session: Rank, place: str) -> None:
         self._session = session
-        self._kept = read_step(Path(folder))
+        self._kept = read_step(Path(place))
         self.boundary = self._kept["boundary"]
+        self._taken = _Step(self.boundary, bool(session.options.verified))
         self._rows: dict[str, deque[list[Any]]] = defaultdict(deque)
         for row in self._kept["rows"]:
             self._rows[row[0]].append(row)
@@ -280,8 +348,7 @@ class Given(Mode):
         if row[3] is None:
             self._end(f"the result of {entry.op} at {_place()} had not come")
         if [len(raw) for raw in row[3]] != [output.nbytes for output in entry.outputs]:
-            self._differing.append(f"{entry.op} at {_place()} has results of other sizes")
-            self._end("")
+            self._end(difference=f"{entry.op} at {_place()} has results of other sizes")
         Answers.fill(entry.outputs, row[3])
         return True
 
@@ -290,21 +357,18 @@ class Given(Mode):
         with self._lock:
             rows = self._rows[sequence]
             row = rows.popleft() if rows else None
-        if row is None and self._kept["error"]:
-            self._differing.append(f"it has gone on where the run ended ({self._kept['error']}): {what} at {_place()}")
-        elif row is None:
-            self._differing.append(f"the run has no {what} at {_place()}")
-        elif row[1] != what:
-            self._differing.append(f"{what} at {_place()}, where the run has {row[1]}")
-        else:
+        if row is not None and row[1] == what:
             return row
-        self._end("")
+        if row is not None:
+            self._end(difference=f"{what} at {_place()}, where the run has {row[1]}")
+        if met := self._kept["error"]:
+            self._end(difference=f"it has gone on where the run ended ({met}): {what} at {_place()}")
+        self._end(difference=f"the run has no {what} at {_place()}")
 
     def _compare(self, kind: str, row: list[Any], values: Sequence[Any]) -> None:
-        with Unseen():
-            is_equal = _digest_of(values) == row[2]
+        digests = self._taken.add(row[0], row[1], values)[2]
         with self._lock:
-            if is_equal:
+            if [digest for digest, _ in digests] == [digest for digest, _ in row[2]]:
                 self._equal[kind] += 1
             else:
                 what = f"what it puts into {row[1]}" if kind == _INPUT else f"the {kind}"
@@ -314,36 +378,46 @@ class Given(Mode):
         """As in Mode: a GradScaler decides by itself."""
         return None
 
+    def begin_step(self, optimizer: Any) -> bool:
+        """As in Mode; the step may be compared before the optimizer takes it."""
+        if self._session.options.verified_before:
+            self._end()
+        return False
+
     def after_step(self) -> None:
         """The step is over: compare what the optimizers have made of the weights."""
-        expected = self._kept["trained"]
-        if expected:
-            self._session[PostStepWeights].note(self.boundary + 1)
-            now = _trained()
-            others = [key for key in expected if now.get(key) != expected[key]]
-            names = holdings.names(fail_open.caller()) if others else {}
-            if not others:
-                self._equal["weights"] += 1
-            for key in others[:1]:
-                parameter, _, part = key.rpartition("/")
-                more = f", and {len(others) - 1} more" if len(others) > 1 else ""
-                self._differing.append(f"after the step: {part} of {names.get(parameter, parameter)}{more}")
-        if self._kept["error"]:
-            self._differing.append(f"the step has ended, where the run has met {self._kept['error']}")
-        self._end("")
+        expected, frame = self._kept["after"], fail_open.caller()
+        self._taken.end(frame)
+        now = {(key, at): digest for key, digests in self._taken.after.items() for at, digest in enumerate(digests)}
+        before = {(key, at): digest for key, digests in expected.items() for at, digest in enumerate(digests)}
+        others = [place for place in before if now.get(place) != before[place]]
+        if expected and not others:
+            self._equal["weights"] += 1
+        for key, at in others[:1]:
+            more = f", and {len(others) - 1} more" if len(others) > 1 else ""
+            what = f"{('weights', 'optimizer state')[at]} of {holdings.names(frame).get(key, key)}{more}"
+            self._differing.append(f"after the step: {what}")
+        met = self._kept["error"]
+        self._end(difference=f"the step has ended, where the run has met {met}" if met else "")
 
     def write(self, error: str = "") -> None:
         """The script has ended inside the step, as it may have in the run; as in Keeper."""
         met = self._kept["error"]
         if error != met or not error:
             self._differing.append(f"the script has ended: {error or 'no error'}, where the run met {met or 'none'}")
-        self._leave("", f"the same error: {error}" if error == met else "")
+        if not self._session.options.verified:  # else the agent is sent the error
+            self._leave("", f"the same error: {error}" if error == met else "")
 
-    def _end(self, why_not: str) -> NoReturn:
+    def _end(self, why_not: str = "", difference: str = "") -> NoReturn:
         """Leave the result, and end the process, from whatever thread.
 
-        why_not   why the rest cannot be taken again; "": it was, or a difference has ended it
+        why_not     why the rest cannot be taken again; "": it was, or a difference has ended it
+        difference  that has ended it; "": none
         """
+        if self._session.options.verified:
+            self._taken.report(self._session, why_not or difference)
+            threading.Event().wait(_KILL_LIMIT_S)
+        self._differing += [difference] if difference else []
         self._leave(why_not, "")
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -380,9 +454,10 @@ def _place() -> str:
     return "an unknown line" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def read_step(folder: Path) -> dict[str, Any]:
-    """What a kept step holds beside its tensors. Raises OSError, ValueError, LookupError."""
-    content: dict[str, Any] = msgpack.unpackb((folder / STEP).read_bytes(), strict_map_key=False)
+def read_step(place: Path) -> dict[str, Any]:
+    """What a kept step holds beside its tensors; see `Given`. Raises OSError, ValueError, LookupError."""
+    file = place / STEP if place.is_dir() else place
+    content: dict[str, Any] = msgpack.unpackb(file.read_bytes(), strict_map_key=False)
     if content["format"] != FORMAT:
-        raise ValueError(f"{folder} is of another version of ttprun")
+        raise ValueError(f"{place} is of another version of ttprun")
     return content

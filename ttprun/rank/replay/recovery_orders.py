@@ -340,7 +340,7 @@ def go_live(session: Rank, replay: ReplayRun, order: to_rank.Resume) -> None:
     replay   of this rank, whose main thread waits at the boundary
     order    of the agent, for this generation
     """
-    for group in () if replay.given or session.options.takes_again else groups_of(session):
+    for group in () if replay.given else groups_of(session):
         group.links.connect_in(session.generation)
         group.links.is_joined = True
     session.channel.send(from_rank.RankRebuilt(session.generation))

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import msgpack
 import torch
 
 from ttprun.capture.effects.effects import Effects
@@ -32,7 +30,7 @@ from ttprun.groups.operations import OPERATIONS, tensors_in
 from ttprun.groups.process_group import groups_of
 from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone
 from ttprun.introspect import fail_open, stages
-from ttprun.introspect.current_rank import INPUT, Mode, Rank
+from ttprun.introspect.current_rank import Mode, Rank
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
@@ -41,7 +39,6 @@ from ttprun.rank import proof
 from ttprun.rank.proof import MismatchError, report_mismatch
 from ttprun.rank.replay.kept_steps import Given
 from ttprun.rank.step import special_steps
-from ttprun.rank.verification import StepRows
 from ttprun.tensors import gradients, mirror, open_boundaries, optimizer_registry, replicated
 from ttprun.tensors.gradients import GRADIENT
 from ttprun.tensors.mirror import Mirror
@@ -362,10 +359,6 @@ class ReplayRun(Replay, Mode):
                 optimizer_registry.optimizers(),
                 lambda: report_mismatch(session.channel, session.generation, gradients.CARRIED),
             )
-        if session.options.takes_again:
-            session.stand_at(self.boundary)
-            session.stand_in(GivenStep(session, self.boundary))
-            return
         if self.given:  # what the script writes is not written again
             self.output.end()
         else:
@@ -401,65 +394,3 @@ class ReplayRun(Replay, Mode):
 
 def _origins_of(session: Rank) -> set[str]:
     return {place for place, _ in Effects(session[Recorder]).drawn()}
-
-
-class GivenStep(Mode):
-    """One step, taken again by itself: what its collectives have given to the rank is given again, in their order.
-
-    boundary   that it follows
-    """
-
-    is_live = False  # what it prints and writes is dropped, as in a replay
-    is_alone = True
-
-    def __init__(self, session: Rank, boundary: int) -> None:
-        self.boundary = boundary
-        self._session = session
-        with open(session.options.verified, "rb") as file:
-            self._given = deque(msgpack.unpackb(file.read()))
-        session.note_step(StepRows(session, boundary))
-
-    @property
-    def step(self) -> int:
-        """As in Mode."""
-        return self.boundary
-
-    @property
-    def newest_step(self) -> int:
-        """As in Mode."""
-        return self.boundary
-
-    def answer(self, entry: Entry) -> bool:
-        """Note its inputs, and fill its outputs with what the rank got."""
-        session = self._session
-        signature, outputs = self._given.popleft() if self._given else ("nothing", [])
-        if (signature, [len(raw) for raw in outputs]) != (entry.signature, [out.nbytes for out in entry.outputs]):
-            why = f"'{entry.signature.strip()}' is issued where the rank had '{signature.strip()}'"
-            report_mismatch(session.channel, session.generation, Reason("other-collective", why))
-        inputs_at, outputs_at = OPERATIONS[entry.op]
-        is_receiver = entry.op == "broadcast" and entry.group.is_receiver(entry.args)
-        if inputs_at is not None and not is_receiver:
-            inputs = entry.outputs if inputs_at == outputs_at else tensors_in(entry.args[inputs_at])
-            session.kept.note(INPUT, entry.op, inputs)
-        Answers.fill(entry.outputs, outputs)
-        return True
-
-    def leaves_step_out(self, frame: FrameType) -> bool | None:
-        """As in Mode: a GradScaler decides by itself."""
-        return None
-
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """As in Mode; the step may be compared before the optimizer takes it."""
-        if self._session.options.verified_before:
-            self._session.kept.report(self._session)
-            self._wait_for_end()
-        return False
-
-    def after_step(self) -> None:
-        """The optimizer has stepped: report what the step came to."""
-        self._session.kept.end(self._session, fail_open.caller())
-        self._wait_for_end()
-
-    def _wait_for_end(self) -> None:
-        threading.Event().wait(_KILL_LIMIT_S)
-        os._exit(1)

@@ -175,8 +175,8 @@ def wait_for_all(session: Rank, boundary: int) -> None:
         else:
             session.touch(Phase.WAITING)
             session.parts[Journal].wait(entry)
-    if session.kept is not None:
-        session.kept.gather(session)
+    if session.keeper is not None:
+        session.keeper.gather()
 
 
 class _Wait:

@@ -195,7 +195,7 @@ def write_record(
             session.give_up_protection(why_not)
         else:
             since = time.thread_time_ns()
-            Clock.is_whole = session.keeper is not None or session.parts[SnapshotPart].may_be_due(boundary)
+            Clock.is_whole = session.options.keep_steps > 0 or session.parts[SnapshotPart].may_be_due(boundary)
             with values.room_to_walk():
                 record, blobs, is_going_on = describe(session, boundary, frame, returned, optimizer, has_looked)
                 is_open = is_open or is_going_on

@@ -42,7 +42,7 @@ from ttprun.rank.proof import Alignment, report_mismatch
 from ttprun.rank.step import special_steps
 from ttprun.rank.step.commit_barrier import commit, wait_for_all
 from ttprun.rank.step.record import look_without_group, write_record
-from ttprun.rank.verification import StepRows, Verifier
+from ttprun.rank.verification import Verifier
 from ttprun.tensors import gradients, optimizer_registry, replicated
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
@@ -413,11 +413,11 @@ def _mirror(step: _Step) -> None:
 
 def _take_snapshot(step: _Step) -> None:
     session = step.session
-    if session.keeper is not None and step.is_recorded:
-        session.keeper.keep(step.boundary, step.frame, step.optimizer)
     if not session.trains_alone and session.parts[SnapshotPart].is_due(step.boundary):
         with gradients.kept_if_unknown(step.optimizer):
             session.parts[SnapshotPart].take(session, step.boundary, step.frame)
+    if session.keeper is not None and step.is_recorded:
+        session.keeper.keep(step.boundary, step.frame, step.optimizer)
 
 
 def _pass_after(step: _Step) -> None:
@@ -440,10 +440,6 @@ def _end_step(step: _Step) -> None:
 
 def _stop_if_divergent(step: _Step) -> None:
     session = step.session
-    if session.kept is not None:
-        session.kept.end(session, step.frame)
-    elif session.parts[SnapshotPart].verified_at == step.boundary:
-        session.note_step(StepRows(session, step.boundary))
     session.parts[Verifier].stop_if_divergent()
 
 
