@@ -35,8 +35,7 @@ from ttprun.groups.results import Answers
 from ttprun.introspect import fail_open
 from ttprun.introspect.current_rank import BATCH, LOSS, Mode, Rank
 from ttprun.introspect.model_tensors import local_of
-from ttprun.introspect.safe_reads import is_a
-from ttprun.introspect.tensor_bytes import Unseen, bytes_of, elements_of
+from ttprun.introspect.tensor_bytes import Unseen, bytes_of, comparable
 from ttprun.protocol import from_rank
 from ttprun.rank.verification import Verifier
 from ttprun.tensors import gradients, holdings
@@ -90,7 +89,7 @@ class _Step:
         """A new row, without outputs. Raises ValueError if a tensor is on a device."""
         began_s = time.thread_time()
         with Unseen():
-            digests = [self._digest_of(value) for value in values if is_a(value, torch.Tensor) and not value.is_meta]
+            digests = [self._digest_of(value) for value in comparable(values)]
         row = [sequence, what, digests, None if what not in _NAMES.values() else []]
         with self.lock:
             self.rows.append(row)
@@ -98,7 +97,7 @@ class _Step:
         return row
 
     def _digest_of(self, tensor: torch.Tensor) -> list[str]:
-        elements = elements_of(local_of(tensor).detach())
+        elements = local_of(tensor).detach()
         if not elements.is_cpu:
             raise ValueError(_ON_DEVICE)
         hasher = xxhash.xxh3_64(f"{elements.dtype} {list(tensor.shape)}".encode())
