@@ -88,6 +88,7 @@ def test_an_exit_is_logged_and_decided_on_in_the_same_way_on_whichever_node_it_w
     events: list[Event] = []
     logged: list[dict[str, Any]] = []
     node = node_of(tmp_path, advance=events.append)
+    node.job = recovery.new_job(recovery.Settings(world_size=2))
     node.begin_group([(0, 0)], Peers(0, "127.0.0.1", 1, {}, {0: "a", 1: "b"}, 2))
     node.log = lambda event, **fields: logged.append({"event": event, **fields})  # type: ignore[method-assign]
     node.reached = lambda rank, recorded: recorded + 1  # type: ignore[method-assign]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 
@@ -13,7 +16,9 @@ from tests.e2e.harness import (
     Launch,
     StartTtprun,
     Undisturbed,
+    assert_no_orphans,
     assert_only_replaced,
+    assert_recovered_by,
     assert_same_outcome,
     environment,
 )
@@ -21,11 +26,11 @@ from tests.e2e.harness import (
 SHARDED = "fsdp_model.py"
 
 
-def move(launch: Launch, *ranks: int) -> subprocess.CompletedProcess[str]:
+def move(launch: Launch, *words: object) -> subprocess.CompletedProcess[str]:
     """Ask again as long as the ranks have not been compared."""
-    words = [sys.executable, "-m", "ttprun", "move", *map(str, ranks), "--run", str(launch.run_dir), "--json"]
+    command = [sys.executable, "-m", "ttprun", "move", *map(str, words), "--run", str(launch.run_dir), "--json"]
     while True:
-        asked = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
+        asked = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
         if "compared yet" not in asked.stderr and "not yet" not in asked.stderr:
             return asked
 
@@ -47,6 +52,84 @@ def test_a_healthy_rank_is_moved_to_a_new_process_and_nothing_differs(
     assert_only_replaced(result)
     assert [len(result.pids[rank]) for rank in (0, 1)] == [1, 2]
     assert_same_outcome(result, undisturbed(script, 2, arguments))
+
+
+def test_a_rank_whose_replacement_is_lost_trains_on_in_its_old_process(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed
+) -> None:
+    launch = start_ttprun(PLAIN, 2, script_args=["--steps", "400"], faults=["kill:rank=1,step=0,phase=replay"])
+    launch.wait_for_line(0, "step 2 ")
+
+    asked = move(launch, 1)
+    again = move(launch, 1)
+    result = launch.finish()
+
+    assert asked.returncode == 1, asked.stderr
+    assert json.loads(asked.stdout)["reason"].endswith("; the old process trains on"), asked.stdout
+    assert (again.returncode, json.loads(again.stdout)["rung"]) == (0, "replace"), again.stdout
+    assert [(one["rung"], one["outcome"]) for one in result.incidents] == [
+        ("reconnect", "recovered"),
+        ("replace", "recovered"),
+    ], result.story()
+    assert [len(result.pids[rank]) for rank in (0, 1)] == [1, 3]
+    assert_same_outcome(result, undisturbed(PLAIN, 2, ["--steps", "400"]))
+
+
+def held_move(launch: Launch) -> subprocess.Popen[str]:
+    """Ask for a move of rank 1 whose replacement never comes, and wait until the old process is stopped."""
+    launch.wait_for_line(0, "step 2 ")
+    words = [sys.executable, "-m", "ttprun", "move", "1", "--run", str(launch.run_dir), "--json"]
+    asked = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    launch.wait_for_event("rank_parked")
+    return asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_launcher_that_ends_in_a_move_leaves_no_stopped_process_behind(
+    start_ttprun: StartTtprun, number: signal.Signals
+) -> None:
+    launch = start_ttprun("epochs_dataloader.py", 2, faults=["sleep:rank=1,step=0,phase=replay"])
+
+    with held_move(launch):
+        launch.process.send_signal(number)
+        result = launch.finish()
+
+    assert result.exit_code == -number if number == signal.SIGKILL else 130, result.story()
+    assert_no_orphans(result)
+
+
+def test_another_rank_that_is_lost_in_a_move_is_replaced_and_the_old_process_trains_on(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed
+) -> None:
+    launch = start_ttprun(PLAIN, 2, script_args=["--steps", "400"], faults=["sleep:rank=1,step=0,phase=replay"])
+
+    with held_move(launch) as asked:
+        os.kill(launch.wait_for_rank(0)["pid"], signal.SIGKILL)
+        asked.communicate()
+        result = launch.finish()
+
+    assert asked.returncode == 1
+    assert_recovered_by(result, ["replace"])
+    assert [len(result.pids[rank]) for rank in (0, 1)] == [2, 2], result.story()
+    assert_same_outcome(result, undisturbed(PLAIN, 2, ["--steps", "400"]))
+
+
+def test_a_rank_with_a_fixed_port_is_moved_once_its_old_process_has_ended(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launch = start_ttprun("holds_a_port.py", 2, script_args=["--steps", "400", str(port)])
+    launch.wait_for_line(0, "step 2 ")
+
+    kept, ended_first = move(launch, 1), move(launch, 1, "--end-first")
+    result = launch.finish()
+
+    assert kept.returncode == 1, kept.stderr
+    assert "Address already in use" in kept.stdout
+    assert "; the old process trains on" in kept.stdout
+    assert ended_first.returncode == 0, ended_first.stderr + result.story()
+    assert_same_outcome(result, undisturbed(PLAIN, 2, ["--steps", "400"]))
 
 
 def test_a_rank_that_is_moved_as_the_script_ends_ends_with_the_others(

@@ -216,6 +216,28 @@ def test_a_node_is_drained_and_a_spare_one_takes_its_place(undisturbed: Undistur
     assert "goes on without this node: node 1" in drained.output
 
 
+def test_a_rank_that_is_being_moved_trains_on_if_the_agent_that_leads_is_lost(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    sleeps = ["--allow-faults", "--fault", "sleep:rank=1,step=0,phase=replay"]
+    with Nodes(3) as nodes:
+        launches = at_gate(nodes, range(2), tmp_path, options=sleeps)
+        spare = start_gated(nodes, 2, tmp_path, options=sleeps)
+        launches[0].wait_for_event("node_waits")
+        words = [sys.executable, "-m", "ttprun", "move", "1", "--run", str(launches[0].run_dir)]
+        with subprocess.Popen(words, env=environment()) as move:
+            launches[0].wait_for_event("phase_changed")
+            (tmp_path / "gate").touch()
+            launches[1].wait_for_event("rank_parked")
+            nodes.end_processes(0)
+            move.kill()
+        leader, runs = finished([launches[1], spare])
+
+    assert_replaced(leader, [0])
+    assert_same_weights(runs, undisturbed(GATED, 2))
+    assert len(launches[1].pids[1]) == 2, leader.story()
+
+
 @pytest.mark.parametrize(("host", "by"), [(0, "the save directory"), (1, "the discovery command")])
 def test_who_comes_after_the_node_with_the_store_was_lost_finds_the_job(
     undisturbed: Undisturbed, tmp_path: Path, host: int, by: str

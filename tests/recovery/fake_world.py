@@ -24,7 +24,7 @@ from ttprun.protocol.from_rank import (
     RankReplayed,
     StateSent,
 )
-from ttprun.protocol.process_orders import Action, KillRank, Rewind, SpawnRank
+from ttprun.protocol.process_orders import Action, KillRank, ParkRank, Rewind, SpawnRank, TakeBack
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
 from ttprun.protocol.to_rank import Replay
 from ttprun.recovery import Incident, Job, JobPhase, Settings, new_job
@@ -94,6 +94,7 @@ class FakeWorld:
         self.at_s = 0.0
         self.next_pid = 100
         self.processes: dict[int, Process] = {}
+        self.parked: dict[int, Process] = {}
         self.unheard: dict[int, deque[Event]] = {rank: deque() for rank in range(settings.world_size)}
         self.agent_unheard: deque[Event] = deque()
         self.newest_generation = 0
@@ -199,8 +200,10 @@ class FakeWorld:
     def ask_replacement(self, rank: int, is_pair: bool) -> None:
         """A healthy rank, or it and its neighbour, are to have new processes."""
         ranks = tuple(sorted({rank, (rank + is_pair) % len(self.unheard)}))
-        node = "node 1" if is_pair else ""
-        self.hear(recovery.ReplacementAsked(ranks=ranks, reason="the scheduler has asked", node=node, at_s=0.0))
+        is_kept = rank % 2 == 0
+        node = "node 1" if is_pair and not is_kept else ""
+        asked = recovery.ReplacementAsked(ranks=ranks, reason="it was asked", node=node, is_kept=is_kept, at_s=0.0)
+        self.hear(asked)
 
     def ask_size(self, is_smaller: bool) -> None:
         """Somebody wants no replacements, or those back that are away."""
@@ -313,6 +316,13 @@ class FakeWorld:
                     self.start(rank)
                 else:
                     self.agent_unheard.append(SpawnFailed(rank=rank, reason="no memory", at_s=0.0))
+            case ParkRank(rank):
+                self.parked[rank] = self.processes[rank]
+                self.processes[rank] = Process(0, is_alive=False)
+            case TakeBack(rank, pid):
+                assert pid == self.parked[rank].pid
+                self.kill(rank)
+                self.processes[rank] = self.parked.pop(rank)
             case recovery.LetNodeGo(ranks):
                 for rank in ranks:
                     self.kill(rank)
@@ -370,6 +380,7 @@ class FakeWorld:
                 self.check_number(incident)
                 assert incident.attempt <= self.job.settings.max_attempts
                 self.closed += [] if incident.outcome == "open" else [incident]
+                self.parked = {} if incident.outcome == "recovered" else self.parked
 
     def check_number(self, incident: Incident) -> None:
         """One incident follows the other."""

@@ -170,8 +170,9 @@ def recall(
     Exit code: 0 they are being started (see 'ttprun status'), 2 no rank has left, or none can be started now.
     """
     directory, answer = ask_running(run, Recall(), "no rank was called back")
-    described = {"run": str(directory.path), "ok": True, "message": answer.message}
-    print(json.dumps(described) if as_json else answer.message)
+    print(
+        json.dumps({"run": str(directory.path), "ok": True, "message": answer.message}) if as_json else answer.message
+    )
     return 0
 
 
@@ -186,16 +187,22 @@ def move(
     rank: Annotated[list[int], typer.Argument(help="Global rank; several are moved at once.")],
     run: _Run = None,
     anyway: _Anyway = False,
+    end_first: Annotated[
+        bool,
+        typer.Option("--end-first", help="End the old process first: it has a port or file that the new one needs."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
 ) -> int:
     """Give a healthy rank a new process, and wait until it trains: a standby takes its step again from its record.
 
     For a rank that is slower than the others, or has a process or a device that you do not trust. The others wait as
-    long as for the repair of a lost rank; no step is lost.
+    long as for the repair of a lost rank; no step is lost. If it fails, the old process trains on (but not on a machine
+    with GPUs or NPUs, where it is ended first).
 
     Exit code: 0 the new process trains, 1 the job had to go another way, 2 refused: the rank trains on as it is.
     """
-    return _change(MoveRanks(tuple(sorted({*rank}))), run, anyway, as_json, f"moving rank {', '.join(map(str, rank))}")
+    request = MoveRanks(tuple(sorted({*rank})), end_first)
+    return _change(request, run, anyway, as_json, f"moving rank {', '.join(map(str, rank))}")
 
 
 def drain(
@@ -228,7 +235,8 @@ def _change(request: MoveRanks | DrainNode, run: str | None, anyway: bool, as_js
     else:
         took = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s ({incident.rung})"
         print(f"{incident.reason}: {took}, {incident.steps_lost} steps lost")
-    return 0 if (incident.rung, incident.outcome) == ("replace", "recovered") else 1
+    is_done = (incident.rung, incident.outcome) == ("replace", "recovered") and {*answer.ranks} <= {*incident.ranks}
+    return 0 if is_done else 1
 
 
 def _wait_for_incident(directory: RunDirectory, after: int) -> IncidentStatus:
@@ -291,8 +299,11 @@ def inject_fault(
         show_strikes(status, fault, as_json)
         return 0
     message = send_fault(directory, fault)
-    answer = {"run_id": status.run_id, "fault": str(fault), "dry_run": False, "message": message}
-    print(json.dumps(answer) if as_json else message)
+    print(
+        json.dumps({"run_id": status.run_id, "fault": str(fault), "dry_run": False, "message": message})
+        if as_json
+        else message
+    )
     return 0
 
 

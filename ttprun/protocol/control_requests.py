@@ -27,9 +27,13 @@ class TakeStacks(Message, frozen=True):
 
 
 class MoveRanks(Message, frozen=True):
-    """Let new processes take the places of these healthy ranks."""
+    """Let new processes take the places of these healthy ranks.
+
+    ends_first   the old ones end before that
+    """
 
     ranks: tuple[int, ...]
+    ends_first: bool = False
 
 
 class DrainNode(Message, frozen=True):
@@ -47,10 +51,12 @@ class Accepted(Message, frozen=True):
     message   what is done, for people
     after     number of the checkpoint (SaveNow), report (TakeStacks) or incident (MoveRanks, DrainNode) before; what
               was requested has a higher one
+    ranks     that get new processes
     """
 
     message: str = ""
     after: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 class Rejected(Message, frozen=True):

@@ -17,7 +17,7 @@ from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.codec import Message, OfGeneration, Refused, decode, decode_fields, encode, fields_of
 from ttprun.protocol.from_rank import Put, RankFrozen
 from ttprun.protocol.meeting import Known, Legacy
-from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
+from ttprun.protocol.process_orders import KillRank, ParkRank, Rewind, SpawnRank, TakeBack
 from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.standby_messages import WarmUp
 from ttprun.protocol.to_rank import Freeze, KeepMirror, LoadMirror, Replay
@@ -297,7 +297,7 @@ class Published(Message, frozen=True):
 
 # What a node's actuator carries out.
 Order = (
-    SpawnRank | KillRank | Replay | LoadMirror | Rewind
+    SpawnRank | KillRank | ParkRank | TakeBack | Replay | LoadMirror | Rewind
     | Begin | VoidEvidence | KeepMirror | VoidBeyond | Broadcast | StorePart | GiveRecords | Strike | Recovered
 )  # fmt: skip
 OfLeader = (

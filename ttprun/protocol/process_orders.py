@@ -34,6 +34,24 @@ class KillRank(Action, frozen=True):
     is_late: bool = False
 
 
+class ParkRank(Action, frozen=True):
+    """Stop the rank's process where it stands, and give its place away; it is killed once the job has recovered."""
+
+    rank: int
+    reason: str
+
+
+class TakeBack(Action, frozen=True):
+    """A rank's parked process gets its place again; its replacement is killed, and if it starts later it is not heard.
+
+    pid   of the parked process
+    """
+
+    rank: int
+    pid: int
+    reason: str
+
+
 class Rewind(Action, frozen=True):
     """Put stored records in the place of the ranks' own; all their processes have been ended before.
 

@@ -248,6 +248,8 @@ class Job:
     went_back_to         boundary of the saved state from which this job last resumed; None: none yet
     leaving              healthy ranks that are replaced once all stand still
     leaves_node          they leave with their node
+    keeps_old            their processes are kept until the new ones have caught up
+    kept                 the members that these processes were
     stood_at             boundary at which the survivors quiesced to write their state
     persists_at          boundary at which a checkpoint is being written; None: not writing yet
     ending               what ends the job, or its processes, after its state is written; None: they resume
@@ -281,6 +283,8 @@ class Job:
     went_back_to: int | None = None
     leaving: tuple[int, ...] = ()
     leaves_node: bool = False
+    keeps_old: bool = False
+    kept: tuple[Member, ...] = ()
     stood_at: int | None = None
     persists_at: int | None = None
     ending: Ending | None = None

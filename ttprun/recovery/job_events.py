@@ -153,11 +153,13 @@ class ReplacementAsked(Event, frozen=True, kw_only=True):
     ranks    at least one, each once
     reason   who asked, and why
     node     their node, which leaves with all of them, for people; "": they stay on it
+    is_kept  their processes stand still until the new ones have caught up, and go on if that fails
     """
 
     ranks: tuple[int, ...]
     reason: str
     node: str = ""
+    is_kept: bool = False
 
     kind: ClassVar[str] = "planned"
 

@@ -1,7 +1,8 @@
 """The machine: `advance(job, event) -> (job, actions)`.
 
 TRANSITIONS gives for each phase and event the handler, and the phases to which it can lead. Pairs that change nothing
-are listed too, with the reason; a missing pair is our bug, and raises.
+are listed too, with the reason; a missing pair is our bug, and raises. While healthy ranks are replaced, and their old
+processes kept, `on_request.keep_to_plan` may lead back to FREEZING instead.
 
 A rank that trains without a process group is a job of its own with the same table: `alone.py`.
 
@@ -358,6 +359,8 @@ def advance(job: Job, event: Event) -> Result:
     after, actions = transition.handler(job, event)
     if after.phase not in transition.leads_to:
         raise ForbiddenTransition(f"{type(event).__name__} led from {job.phase} to {after.phase}", job, event)
+    if job.kept:
+        after, actions = on_request.keep_to_plan(job, event, (after, actions), transition.handler)
     if not actions and vars(after) == vars(job):  # as ==, which would copy all fields first
         return job, ()
     after, actions = alone.give_up_repairs(job, after, actions)

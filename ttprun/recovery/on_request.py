@@ -23,8 +23,8 @@ from typing import Any
 from msgspec import structs
 
 from ttprun.protocol.from_rank import RankFaulted, RankFrozen
-from ttprun.protocol.process_orders import Action, KillRank
-from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, StopAsked
+from ttprun.protocol.process_orders import Action, KillRank, TakeBack
+from ttprun.protocol.rank_events import Event, MismatchFound, RankEvent, RankExited, StopAsked
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Resume
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
@@ -33,6 +33,7 @@ from ttprun.recovery.job_events import (
     DeadlinePassed,
     DowngradeAsked,
     GroupResized,
+    GroupRestarted,
     NodeLost,
     ReplacementAsked,
     ResizeAsked,
@@ -55,10 +56,12 @@ from ttprun.recovery.ladder import (
 from ttprun.recovery.members import RankState
 from ttprun.recovery.on_leave import begin_shrinking, let_others_finish, mark_finished, why_not_without
 from ttprun.recovery.on_loss import (
+    LossEvent,
     answer_fault,
     is_of_script,
     on_faulted,
     on_node_lost,
+    ranks_of,
     why_not_protected,
     with_new_ranks,
     without_nodes,
@@ -113,9 +116,41 @@ def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:
     """
     if why_not_replaceable(job, event.ranks):
         return unchanged(job, event)
-    job = open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0).with_incident(ranks=event.ranks)
+    job = open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0)
     job, actions = begin_attempt(job, event.at_s)
-    return replace(job, leaving=event.ranks, leaves_node=bool(event.node)), actions
+    return replace(job, leaving=event.ranks, leaves_node=bool(event.node), keeps_old=event.is_kept), actions
+
+
+OF_THE_PLAN = (JobPhase.REPLAYING, JobPhase.TRANSFERRING, JobPhase.RESUMING, JobPhase.RUNNING)
+
+
+def keep_to_plan(job: Job, event: Event, answer: Result, handler: Callable[[Job, Any], Result]) -> Result:
+    """Healthy ranks are being replaced, and their old processes are kept: see that nothing is lost if that fails.
+
+    If the answer leads elsewhere than to the end of the replacement, it is void: the old processes get their places
+    again, and all connect. Somebody else's fault is then answered as if nobody had been replaced.
+    """
+    after, _ = answer
+    is_on_plan = after.generation == job.generation and after.phase in OF_THE_PLAN
+    lost = {*job.lost} - {*(ranks_of(event) if isinstance(event, NodeLost) else ())}
+    back = tuple(member for member in job.kept if member.rank in lost)
+    if is_on_plan and after.phase is not JobPhase.RUNNING:
+        return answer
+    if is_on_plan or not back or isinstance(event, GroupRestarted | GroupResized):
+        return replace(after, kept=()), answer[1]
+    why = job.cause if after.incident is None else str(after.incident.reason)
+    said = str(getattr(event, "sentence", "") or getattr(event, "reason", ""))
+    why = why if said in why else f"{why}; not replaced: {said}"
+    orders = tuple(TakeBack(member.rank, member.pid or 0, why) for member in back)
+    job = replace(job.with_members(*back), kept=())
+    job = job.with_incident(ranks=job.lost)
+    is_own = isinstance(event, RankEvent) and event.rank in {member.rank for member in back}
+    if isinstance(event, LossEvent | StopAsked) and not is_own:
+        after, actions = handler(job, event)
+    else:
+        reason = f"{why}; the old process trains on"
+        after, actions = begin_attempt(job.with_incident(reason=Reason(text=reason)), event.at_s)
+    return after, (*orders, *actions)
 
 
 def why_not_upgradable(job: Job) -> Reason:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ttprun.protocol.from_rank import RankFrozen, RankRebuilt, RankReissued, RankRepaired, RankReplayed, StateSent
-from ttprun.protocol.process_orders import Action, KillRank, SpawnRank
+from ttprun.protocol.process_orders import Action, KillRank, ParkRank, SpawnRank
 from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
@@ -102,19 +102,23 @@ def replace_leaving(job: Job, at_s: float, boundary: int) -> Result:
         why_not = Reason("no-step-yet", "no step has been taken yet")
     elif any(answer.is_at_end for answer in frozen):
         why_not = Reason("ranks-have-finished", "the script has come to its end")
+    kept = tuple(job.members[rank].with_answers_forgotten() for rank in leaving if job.keeps_old)
     job = replace(job, leaving=())
     if why_not:
         reason = Reason() if job.incident is None else job.incident.reason
         job = job.with_incident(rung="reconnect", reason=why_not.within(f"{reason}; not replaced: {why_not}"))
         return begin_resuming(job, at_s, boundary)
+    end = ParkRank if job.keeps_old else KillRank
     actions: list[Action] = [LetNodeGo(leaving, job.cause)] if job.leaves_node else []
     for rank in leaving:
-        actions += [] if job.leaves_node else [KillRank(rank, job.cause)]
+        actions += [] if job.leaves_node else [end(rank, job.cause)]
         actions.append(SpawnRank(rank, job.generation))
         lost = replace(job.members[rank].with_answers_forgotten(), pid=None, life=RankState.LOST, is_protected=False)
         job = job.with_members(replace(lost, spawn_asked_at_s=at_s, is_without_node=job.leaves_node))
-    job = replace(job, snapshot=None) if job.leaves_node else job
-    return enter(job, JobPhase.REPLAYING, at_s, (*actions, deadline_of(job, JobPhase.REPLAYING)), rung="replace")
+    job = replace(job, kept=kept, snapshot=None if job.leaves_node else job.snapshot)
+    return enter(
+        job, JobPhase.REPLAYING, at_s, (*actions, deadline_of(job, JobPhase.REPLAYING)), rung="replace", ranks=leaving
+    )
 
 
 def is_anyone_moving(job: Job) -> bool:

@@ -103,6 +103,8 @@ class Succession:
             )
             self.follower.give_up(f"{reason}: {why}", "restart")
             return
+        for rank in self.orders.catching_up & self.orders.parked.keys():  # the replacement's orders are lost
+            self.orders.carry_out(process_orders.TakeBack(rank, 0, "the agent that led was lost"))
         for slot in node.here:
             if slot.rank in self.orders.catching_up and not slot.is_lost:
                 self._end_unfinished(slot)

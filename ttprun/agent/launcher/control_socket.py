@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import assert_never, get_args
 
 from ttprun import recovery
@@ -151,6 +152,11 @@ class ControlSocket:
             self._run.control_socket.unlink()
 
 
+def has_devices() -> bool:
+    """Whether this machine has accelerators, on which a process and its replacement would not have room together."""
+    return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "davinci[0-9]*"))
+
+
 @dataclass
 class Requests:
     """Answers requests.
@@ -178,8 +184,8 @@ class Requests:
                 return self._call_back()
             case TakeStacks():
                 return self._take_stacks()
-            case MoveRanks(ranks=ranks):
-                return self._move(ranks)
+            case MoveRanks(ranks=ranks, ends_first=ends_first):
+                return self._move(ranks, is_kept=not (ends_first or has_devices()))
             case DrainNode(node=node):
                 return self._drain(node)
             case _:
@@ -220,7 +226,7 @@ class Requests:
             return f"{of_mindio} (--mindio)"
         return "" if node.job.phase is recovery.JobPhase.RUNNING else f"the job is {node.job.phase}; ask again"
 
-    def _move(self, ranks: tuple[int, ...]) -> Reply:
+    def _move(self, ranks: tuple[int, ...], is_kept: bool) -> Reply:
         """Have new processes take the places of healthy ranks, which is a repair without a fault."""
         node = self.node
         if not {*ranks} <= {*range(len(node.slots))}:
@@ -230,8 +236,10 @@ class Requests:
         if why_not:
             return Rejected(why_not)
         before = node.job.incident_count
-        node.advance(recovery.ReplacementAsked(at_s=time.monotonic(), ranks=ranks, reason="ttprun move"))
-        return Accepted(after=before)
+        node.advance(
+            recovery.ReplacementAsked(at_s=time.monotonic(), ranks=ranks, reason="ttprun move", is_kept=is_kept)
+        )
+        return Accepted(after=before, ranks=ranks)
 
     def _drain(self, number: int) -> Reply:
         """Have a node that waits take the place of one that trains, once all ranks stand still."""
@@ -248,11 +256,12 @@ class Requests:
         if why_not:
             return Rejected(why_not)
         before = node.job.incident_count
-        asked = recovery.ReplacementAsked(
-            at_s=time.monotonic(), ranks=ranks, reason="ttprun drain", node=peers.name_of(number)
+        node.advance(
+            recovery.ReplacementAsked(
+                at_s=time.monotonic(), ranks=ranks, reason="ttprun drain", node=peers.name_of(number)
+            )
         )
-        node.advance(asked)
-        return Accepted(after=before)
+        return Accepted(after=before, ranks=ranks)
 
     def _take_stacks(self) -> Reply:
         """Have the stacks of this node's ranks written."""

@@ -40,7 +40,7 @@ from ttprun.early_signals import ENDED_BY_SIGNAL, StoppedEarly, exit_code_of
 from ttprun.errors import ConfigError
 from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol.reason import Reason, pointer
+from ttprun.protocol.reason import Reason
 from ttprun.recovery.membership_policy import Membership
 from ttprun.state.store import CheckpointStore
 
@@ -392,7 +392,7 @@ def _say(reason: str, goes_on: bool = False, kind: str = "") -> None:
     """
     if reason:
         what = "this node has left the job, which goes on" if goes_on else "the job has ended"
-        console.say(f"{what}: {reason}{pointer(kind)}", "WARNING" if goes_on else "ERROR")
+        console.say(f"{what}: {reason}{Reason(kind).pointer}", "WARNING" if goes_on else "ERROR")
 
 
 def _code_of(error: ChildFailedError, has_progress: bool) -> int:

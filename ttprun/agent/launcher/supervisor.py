@@ -154,8 +154,7 @@ class Supervisor:
         def begin() -> None:
             node = self.node
             size = len(group.ranks) * peers.size
-            generation = max(node.generation, order.generation)
-            node.job = recovery.with_size(replace(node.job, generation=generation), size)
+            node.job = recovery.with_size(replace(node.job, generation=max(node.generation, order.generation)), size)
             self._resumption.resize(size)
             self._resized = order
             self._begin_group(group, peers)
@@ -208,8 +207,7 @@ class Supervisor:
             node.is_paused = node.is_broken
             now = time.monotonic()
             if is_resumed:
-                place = resume_from[0].place
-                where = self._resumption.opened(place, is_new=resized is not None)
+                where = self._resumption.opened(resume_from[0].place, is_new=resized is not None)
                 node.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
                 replicas = replicas_of(where)
                 event: Event = recovery.ResumeAsked(at_s=now, saved=resume_from, replicas=replicas)
@@ -302,6 +300,7 @@ class Supervisor:
             self.node.is_settled.set()
             for slot in self.node.here:
                 self.group.watch.forget(slot)
+                self.group.orders.end_parked()
             self.node.peers.close(self.node.selector)
             done.set()
 

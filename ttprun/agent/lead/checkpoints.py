@@ -315,8 +315,9 @@ class Checkpoints:
         """Nothing can be made of what was ordered."""
         self.writer.note_failure(order.boundary, order.cause, why_not)
         at_s, generation = time.monotonic(), order.generation
-        failed = recovery.StatePersisted(at_s=at_s, generation=generation, why_not=why_not, is_handled=is_handled)
-        self._node.advance(failed)
+        self._node.advance(
+            recovery.StatePersisted(at_s=at_s, generation=generation, why_not=why_not, is_handled=is_handled)
+        )
 
     def _rank_parts(self, boundary: int, slots: Sequence[Row]) -> tuple[dict[int, bytes], list[str]]:
         """(each own part of these ranks, what is missing): the records outlive their ranks."""

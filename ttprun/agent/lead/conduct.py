@@ -18,6 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ttprun import recovery
@@ -254,6 +255,8 @@ class Leader:
         where = {} if number == node.peers.node else {"node": number}
         match event:
             case RankStarted(rank=rank, pid=pid):
+                if node.job.members[rank].pid not in (None, pid):
+                    return  # the replacement of a process that has its place again
                 if node.slots[rank].pid != pid or node.slots[rank].is_lost:  # else it is reported once more
                     node.slots[rank].begin_process(pid)
                 if where:
@@ -346,10 +349,12 @@ class Deadlines:
 
 
 # Action -> the method that carries it out, of the coordinator or of one of its parts.
-ACTIONS: dict[type[process_orders.Action], str] = {
+ACTIONS: dict[type[Struct], str] = {
     to_rank.Freeze: "_freeze",
     process_orders.SpawnRank: "placement.start",
     process_orders.KillRank: "_kill",
+    process_orders.ParkRank: "_pass_on",
+    process_orders.TakeBack: "_pass_on",
     process_orders.Rewind: "rewinds.rewind",
     to_rank.Replay: "repairs.replay",
     to_rank.SendState: "repairs.send_state",
@@ -423,7 +428,7 @@ class Coordinator:
             self.carry_out(action)
             self.node.peers.flush()  # other nodes are at it while this one carries out the next one
 
-    def carry_out(self, action: process_orders.Action) -> None:
+    def carry_out(self, action: Struct) -> None:
         """Carry out one action."""
         attrgetter(ACTIONS[type(action)])(self)(action)
 
@@ -444,8 +449,10 @@ class Coordinator:
             self.rewinds.save(action)
 
     def _kill(self, action: process_orders.KillRank) -> None:
-        is_late = self.hang_detector.is_late(self.node.slots[action.rank])
-        self.wire.order(action.rank, replace(action, is_late=is_late))
+        self.wire.order(action.rank, replace(action, is_late=self.hang_detector.is_late(self.node.slots[action.rank])))
+
+    def _pass_on(self, action: process_orders.ParkRank | process_orders.TakeBack) -> None:
+        self.wire.order(action.rank, action)
 
     def _finish(self, action: recovery.FinishJob) -> None:
         self.node.conclude(Verdict("done"))

@@ -111,10 +111,9 @@ class Frameworks(Repairs):
         """Report to the state machine what is known of a rank, if it can train on in a smaller group."""
         if rank in self.elastic:
             replicas, batches = tuple(self.replicas.get(rank, ())), self.batches.get(rank, ())
-            declared = recovery.ElasticDeclared(
-                at_s=time.monotonic(), rank=rank, replicas=replicas, data_parallel=batches
+            self._node.advance(
+                recovery.ElasticDeclared(at_s=time.monotonic(), rank=rank, replicas=replicas, data_parallel=batches)
             )
-            self._node.advance(declared)
 
     def _report_size(self, incident: recovery.Incident) -> None:
         """Report how many ranks train from now on."""
@@ -129,8 +128,7 @@ class Frameworks(Repairs):
     def replay(self, action: to_rank.Replay) -> None:
         """Have a rank with a new process, or with memory that has failed, make itself ready for its repair."""
         slot = self._node.slots[action.rank]
-        reboot_type = self.reboot_type(slot.rank)
-        slot.send(mindio.Prepare(action.generation, action.boundary, self.repair_type(), reboot_type))
+        slot.send(mindio.Prepare(action.generation, action.boundary, self.repair_type(), self.reboot_type(slot.rank)))
 
     def repair_type(self) -> mindio.Strategy:
         """What the recovery that has just begun comes to, in MindIO's words."""

@@ -150,8 +150,7 @@ class HangDetector:
             return tuple(slot.rank for slot in node.slots if has_any and slot.reported_in < job.generation)
         late = tuple(slot.rank for slot in slots if board.get(slot.rank, Field.HELD) < job.generation)
         boundary = max(board.get(slot.rank, Field.APPLIED) for slot in slots)
-        behind = tuple(slot.rank for slot in slots if board.get(slot.rank, Field.APPLIED) < boundary)
-        return late or behind
+        return late or tuple(slot.rank for slot in slots if board.get(slot.rank, Field.APPLIED) < boundary)
 
     def is_late(self, slot: Row) -> bool:
         """Whether a deadline has condemned a rank whose stack has not been reported yet."""
@@ -398,8 +397,9 @@ class HangDetector:
         else:
             logger.warning("rank %d hangs%s (%s): %s%s", observation.rank, again, reason, action, stack)
         if not is_only_reported:
-            failure = Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
-            node.note_failure(failure)
+            node.note_failure(
+                Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
+            )
             if recovery.is_alone(node.job, slot.rank) and slot.is_here:
                 # It must not keep another state while it is decided to which one it goes back.
                 node.eyes.end_at_once(slot.rank)

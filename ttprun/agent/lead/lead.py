@@ -331,6 +331,11 @@ class Wire:
                 if not slot.is_here:  # else it is logged when its stack is known
                     node.log("rank_killed", rank=rank, pid=slot.pid, reason=reason, stack="")
                 slot.lose(node.board)
+            case process_orders.ParkRank(rank=rank):
+                node.slots[rank].lose(node.board)
+            case process_orders.TakeBack(rank=rank, pid=pid):
+                node.slots[rank].begin_process(pid)
+                node.slots[rank].is_present = node.slots[rank].is_protected = True
             case process_orders.Rewind(ranks=ranks, boundary=boundary):
                 for slot in (node.slots[rank] for rank in ranks):
                     slot.lost_boundary, slot.is_finished = boundary, False

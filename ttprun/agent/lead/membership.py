@@ -394,8 +394,7 @@ class Placement:
 
     def lose_copies(self, keeper: int) -> None:
         """A node is lost: what it kept of the node before it, and has not sent, will not come."""
-        before = (keeper - 1) % self._node.peers.size
-        vacancy = self._vacant.get(before)
+        vacancy = self._vacant.get((keeper - 1) % self._node.peers.size)
         for rank in sorted(vacancy.due or ()) if vacancy is not None else ():
             self.take_records(node_messages.Records(rank, ""))
 

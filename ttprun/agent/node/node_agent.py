@@ -46,6 +46,8 @@ ORDERS: dict[type[node_messages.Order], str] = {
     node_messages.Begin: "_begin",
     process_orders.SpawnRank: "_begin_process",
     process_orders.KillRank: "_kill",
+    process_orders.ParkRank: "_park",
+    process_orders.TakeBack: "_take_back",
     process_orders.Rewind: "_rewind",
     to_rank.Replay: "_replay",
     to_rank.KeepMirror: "mirrors.keep",
@@ -84,6 +86,7 @@ class NodeAgent:
     noted: dict[int, Legacy] = field(init=False)
     catching_up: set[int] = field(default_factory=set, init=False)
     unwelcomed: set[int] = field(default_factory=set, init=False)
+    parked: dict[int, tuple[Process, bytes, Legacy]] = field(default_factory=dict, init=False)  # with rows of the board
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
     _deferred: dict[int, to_rank.Replay] = field(default_factory=dict, init=False)  # until these are there
 
@@ -183,6 +186,7 @@ class NodeAgent:
             self.node.report(node_messages.Records(rank, self.memory.give(rank), mirror))
 
     def _recover(self, order: node_messages.Recovered) -> None:
+        self.end_parked()
         self.node.first_failure.forget()
         self.node.domains.run("standbys", self.standby_watch.refill)
 
@@ -279,6 +283,47 @@ class NodeAgent:
             node.in_background(partial(stack_dumps.take, writer, is_stopped=True), kill, kill_unseen)
         else:
             kill("")
+
+    def _park(self, order: process_orders.ParkRank) -> None:
+        """Stop a healthy process, and give its rank to another one, which gets a copy of its records."""
+        node, slot = self.node, self.node.process(order.rank)
+        for watched in (slot.pidfd, slot.handler.channel.sock):
+            unwatch(node.selector, watched)
+        os.kill(slot.pid, signal.SIGSTOP)  # not what it has started: that would not hear that it has died
+        life_signs.let_stop(slot.pid)
+        self.parked[slot.rank] = dataclasses.replace(slot), bytes(node.board.row(slot.rank)), self.noted[slot.rank]
+        slot.record_fd = node.recorder_of(slot).copied()
+        slot.pidfd, slot.is_lost = -1, True
+        slot.note_leavings(node.board)
+        node.log("rank_parked", rank=slot.rank, pid=slot.pid, reason=order.reason)
+
+    def _take_back(self, order: process_orders.TakeBack) -> None:
+        """Its replacement has failed: a parked process goes on, with its records and its row of the board."""
+        node, slot = self.node, self.node.process(order.rank)
+        if slot.rank not in self.parked:
+            return
+        old, row, self.noted[slot.rank] = self.parked.pop(slot.rank)
+        if slot.handler is not old.handler:
+            slot.kill()
+            life_signs.let_stop(slot.pid)
+            self.watch.give_up(slot)
+            self.replace_handler(slot.local_rank, old.handler)
+        os.close(slot.record_fd)
+        vars(slot).update(vars(old))
+        node.board.row(slot.rank).cast("B")[:] = row
+        self.catching_up.discard(slot.rank)
+        self.watch.listen(slot)
+        os.kill(slot.pid, signal.SIGCONT)  # it is not reaped, even if it has died meanwhile
+        node.log("rank_taken_back", rank=slot.rank, pid=slot.pid, reason=order.reason)
+
+    def end_parked(self) -> None:
+        """The replacements have caught up, or the group ends: parked processes are not needed any more."""
+        for slot, _, _ in self.parked.values():
+            slot.kill()
+            self.watch.give_up(slot)
+            os.close(slot.record_fd)
+            self.node.log("rank_killed", rank=slot.rank, pid=slot.pid, reason="its replacement trains", stack="")
+        self.parked.clear()
 
     def _replay(self, order: to_rank.Replay) -> None:
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""

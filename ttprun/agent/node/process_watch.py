@@ -31,12 +31,12 @@ from ttprun.agent.base.stored_states import Stored, path_of
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, Process
 from ttprun.agent.node.rank_processes import (
-    SHIM,
     RankHandler,
     StandbyHandler,
     command_of,
     kill_session,
     lower_priority,
+    why_silent,
     with_agent,
 )
 from ttprun.agent.node.standbys import PART, Standbys, StandbyWatch
@@ -142,13 +142,20 @@ class ProcessWatch:
         """Have a process know who it is, and listen to it."""
         node, handler = self._node, slot.handler
         handler.channel.send(*self.introduction(slot, handler, is_replacement))
-        node.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(slot, handler))
-        node.selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
+        self.listen(slot)
         node.log("rank_started", rank=slot.rank, pid=slot.pid, is_replacement=is_replacement)
         was_ready, slot.had_to_wait = isinstance(handler, StandbyHandler) and not slot.had_to_wait, False
         node.report(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid, had_standby=was_ready))
         if is_replacement:
             self._injections.forked(slot)
+
+    def listen(self, slot: Process) -> None:
+        """Hear what the process of a rank sends, and of its end."""
+        selector, handler = self._node.selector, slot.handler
+        selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(slot, handler))
+        selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
+        if slot.is_present:
+            self._look_out_for_its_end(slot)
 
     def _on_message(self, slot: Process, handler: RankHandler) -> None:
         try:
@@ -237,8 +244,13 @@ class ProcessWatch:
                     "wait for that any longer",
                     *(slot.rank, slot.pid),
                 )
-                self._undead.append(slot.handler)
-                self.forget(slot)
+                self.give_up(slot)
+
+    def give_up(self, slot: Process) -> None:
+        """Whatever becomes of a process that was killed, nobody waits for it."""
+        self._undead.append(slot.handler)
+        self.forget(slot)
+        self._node.remove_left_files(slot.pid)
 
     def _on_end(self, slot: Process, code: int) -> None:
         node = self._node
@@ -481,20 +493,3 @@ class UnhookedRanks:
             return
         self._reported.add(slot.pid)
         self._node.report(Said(slot.rank, slot.pid, RankUnprotected(why)))
-
-
-def why_silent(pid: int) -> Reason:
-    """Why a process that uses torch will never load our hooks; "" if it still may."""
-    if not unhooked.has_torch(pid):
-        return Reason()
-    option = unhooked.why_skipped(unhooked.words_of(pid))
-    if option:
-        return option
-    is_cut_off = SHIM not in unhooked.environment_of(pid).get("PYTHONPATH", "").split(os.pathsep)
-    if not is_cut_off and not unhooked.seems_to_train(pid):  # a .pth file may import torch before our `sitecustomize`
-        return Reason()
-    return Reason(
-        "hooks-missing",
-        f"it uses torch, and its Python ({unhooked.command_of(pid)}) has not loaded ttprun's hooks: something has "
-        "removed ttprun's folder from PYTHONPATH, or site-packages are switched off",
-    )

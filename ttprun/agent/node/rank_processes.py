@@ -29,6 +29,8 @@ from ttprun import text_hashes
 from ttprun.device.device_errors import VARIABLES
 from ttprun.protocol import channel, standby_messages, to_rank
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.reason import Reason
+from ttprun.rank.bootstrap import unhooked
 from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
 NICE = 5  # a quarter of a processor that a rank wants, too: with 19, next to busy ranks, it would never be ready
@@ -431,6 +433,23 @@ def kill_session(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
+def why_silent(pid: int) -> Reason:
+    """Why a process that uses torch will never load our hooks; "" if it still may."""
+    if not unhooked.has_torch(pid):
+        return Reason()
+    option = unhooked.why_skipped(unhooked.words_of(pid))
+    if option:
+        return option
+    is_cut_off = SHIM not in unhooked.environment_of(pid).get("PYTHONPATH", "").split(os.pathsep)
+    if not is_cut_off and not unhooked.seems_to_train(pid):  # a .pth file may import torch before our `sitecustomize`
+        return Reason()
+    return Reason(
+        "hooks-missing",
+        f"it uses torch, and its Python ({unhooked.command_of(pid)}) has not loaded ttprun's hooks: something has "
+        "removed ttprun's folder from PYTHONPATH, or site-packages are switched off",
+    )
+
+
 __all__ = [
     "Channel",
     "RankHandler",
@@ -440,5 +459,6 @@ __all__ = [
     "command_of",
     "kill_session",
     "rank_environment",
+    "why_silent",
     "with_agent",
 ]

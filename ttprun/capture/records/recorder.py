@@ -92,6 +92,13 @@ class Recorder:
         cls(fd, slot_bytes).clear()
         return fd
 
+    def copied(self) -> int:
+        """Another recorder with all that this one holds; returns its fd."""
+        fd = self.create(self.slot_bytes)
+        for at, part in self._written_parts(0, self.size_bytes(self.slot_bytes)):
+            os.pwrite(fd, part, at)
+        return fd
+
     def clear(self) -> None:
         """Forget all records and the log."""
         for slot in range(SLOTS + 1):
