@@ -33,6 +33,7 @@ class Subject:
     phases     moments that it comes by in every step
     is_ddp     what a collective gives is used by nobody before the step has ended
     on_device  its collectives are those of a device
+    stages     neighbouring ranks that hold one copy of the model; one copy is spared
     epoch_steps  its data come from a DataLoader's workers, which are there only between these steps; 0: no workers
     """
 
@@ -43,6 +44,7 @@ class Subject:
     is_ddp: bool = True
     on_device: bool = False
     epoch_steps: int = 0
+    stages: int = 1
 
     def phases_for(self, kind: str) -> list[str]:
         """Moments at which a fault of this kind can strike without being seen in what the script prints at once."""
@@ -52,16 +54,17 @@ class Subject:
 
 STEP = ("backward", "collective", "before_step", "in_step", "after_step")
 ON_NPU = tuple(
-    Subject(script, ("--out={folder}/out", *arguments), steps, phases, on_device=True)
-    for script, arguments, steps, phases in (
-        ("on_device.py", ("--with=batchnorm,dropout",), 32, ("forward", *STEP)),
-        ("device_layouts.py", ("--layout=ddp", "--with=syncbn,loss", "--steps=32", "--width=32"), 32, STEP),
-        ("while_true_get_batch.py", ("--device=npu", "--backend=hccl", "--max_iters=32"), 32, ("forward", *STEP)),
-        ("on_device.py", ("--with=fp16,loader,pinned",), 24, ("forward", *STEP)),
-        ("device_layouts.py", ("--layout=own", "--with=loss", "--steps=32", "--width=32"), 32, STEP),
-        ("trainer_class.py", ("--device=npu", "--epochs=3"), 36, ("forward", *STEP)),
-        ("on_device.py", ("--with=dropout,groups", "--by-hand"), 32, STEP),
-        ("device_layouts.py", ("--layout=fsdp2", "--with=loss", "--steps=32", "--width=32"), 32, STEP),
+    Subject(script, ("--out={folder}/out", *arguments), steps, phases, stages == 1, on_device=True, stages=stages)
+    for script, arguments, steps, phases, stages in (
+        ("on_device.py", ("--with=batchnorm,dropout",), 32, ("forward", *STEP), 1),
+        ("device_layouts.py", ("--layout=ddp", "--with=syncbn,loss", "--steps=32", "--width=32"), 32, STEP, 1),
+        ("while_true_get_batch.py", ("--device=npu", "--backend=hccl", "--max_iters=32"), 32, ("forward", *STEP), 1),
+        ("on_device.py", ("--with=fp16,loader,pinned",), 24, ("forward", *STEP), 1),
+        ("device_layouts.py", ("--layout=own", "--with=loss", "--steps=32", "--width=32"), 32, STEP, 1),
+        ("trainer_class.py", ("--device=npu", "--epochs=3"), 36, ("forward", *STEP), 1),
+        ("on_device.py", ("--with=dropout,groups", "--by-hand"), 32, STEP, 1),
+        ("device_layouts.py", ("--layout=fsdp2", "--with=loss", "--steps=32", "--width=32"), 32, STEP, 1),
+        ("device_pipeline.py", ("--steps=32",), 32, STEP, 2),
     )
 )
 SUBJECTS = (
@@ -74,9 +77,9 @@ SUBJECTS = (
 def draw_faults(
     drawn: random.Random, subject: Subject, count: int, ranks: int, kinds: list[str], moments: Sequence[str]
 ) -> list[str]:
-    """Faults for one run, spread over its steps; one rank is spared. Each can strike: kind and phase fit."""
+    """Faults for one run, spread over its steps; one rank, or copy, is spared. Each can strike: kind and phase fit."""
     spared = drawn.randrange(ranks)
-    others = [rank for rank in range(ranks) if rank != spared]
+    others = [rank for rank in range(ranks) if rank // subject.stages != spared // subject.stages]
     slot = (subject.steps - 4) // count
     kinds = [kind for kind in kinds if subject.phases_for(kind)]
     alone = [moment for moment in moments if moment not in SECOND and (moment != "worker" or subject.epoch_steps)]

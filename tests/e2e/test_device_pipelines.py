@@ -38,6 +38,17 @@ def test_a_rank_of_a_pipeline_by_hand_on_a_device_is_replaced_and_nothing_differ
     assert_only_replaced(result, len(faults))
 
 
+def test_a_rank_of_a_pipeline_that_hangs_is_found_though_no_collective_of_all_ranks_tells_them_apart(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    faults, options = ["sleep:rank=3,step=6,phase=backward"], ["--hang-timeout-s", "6"]
+
+    result = run_ttprun(BY_HAND, 4, faults=faults, options=options, device="npu")
+
+    assert_same_outcome(result, undisturbed(BY_HAND, 4, device="npu"))
+    assert_only_replaced(result)
+
+
 @pytest.mark.parametrize(
     ("kind", "schedule", "fault"),
     [

@@ -204,6 +204,7 @@ def test_the_rank_that_does_not_come_is_guilty_and_not_those_that_wait(
 
 
 AT_IT, AT_COMMIT = (Doing.COLLECTIVE, {"meetings": 1}), (Doing.COMMITTING, {"meetings": 1})
+IN_GROUP = (Doing.WAITING, {"operation": "allreduce"})
 CONNECTS = (Doing.CONNECTING, {"meetings": 1, "operation": "connect"})
 
 
@@ -214,8 +215,9 @@ CONNECTS = (Doing.CONNECTING, {"meetings": 1, "operation": "connect"})
         (0, {0: CONNECTS, 2: CONNECTS}, {1}, "waits for its process group to connect"),
         (8, {0: AT_IT, 3: AT_IT}, {1, 2}, ""),
         (8, {0: (Doing.COLLECTIVE, {"meetings": 0}), 2: AT_IT}, {1}, ""),  # the first of a group with rank 1 only
+        (8, {0: IN_GROUP, 2: IN_GROUP, 3: (Doing.WAITING, {"operation": "recv"})}, {1}, "allreduce"),
     ],
-    ids=["before the commit", "a group is made", "two ranks", "a group of a part of the ranks"],
+    ids=["before the commit", "a group is made", "two ranks", "a group of a part of the ranks", "a pipeline"],
 )
 def test_those_for_whom_others_wait_are_guilty_and_no_others(
     steps: int, doing: dict[int, tuple[Doing, dict[str, Any]]], guilty: set[int], reason: str

@@ -1,7 +1,8 @@
 """Which rank hangs: observations of the ranks in, verdicts out. No clock, no input or output.
 
 Ranks wait for each other in collectives and before their optimizer steps. So when nothing moves, the suspect is the
-rank that is missing there: the one with the least progress (`Observation.place`). How long it may be missing depends on
+rank that is missing there: the one with the least progress (`Observation.place`), and of equals, which have met in
+groups of some of the ranks, the one that waits for nobody. How long it may be missing depends on
 what it does (`Way`). One that is shown to be stuck (its process is stopped, or it waits elsewhere than the others) gets
 `hang_limit_s`. One in a call of its own (an upload, a lock, a child process) is only named then: it gets `own_limit_s`,
 and one that works `busy_limit_s`. A stopped process is a suspect even if no rank waits for it yet.
@@ -258,7 +259,7 @@ class HangWatch:
 
     def laggards(self) -> tuple[Observation, ...]:
         """The ranks with the least progress, without finished ones; () if all have the same."""
-        tracks = self._laggards()
+        tracks = self._laggards(also_equal=False)
         return tuple(track.observation for track in tracks)
 
     def why_absent(self, at_s: float, rank: int) -> Hung:
@@ -298,25 +299,29 @@ class HangWatch:
         self._boundary = boundary
         self._stepped_at_s = at_s
 
-    def _laggards(self) -> tuple[Track, ...]:
+    def _laggards(self, also_equal: bool = True) -> tuple[Track, ...]:
         # The place of a process whose hooks have not reported is unknown.
         placed = [track for track in self._tracks.values() if track.observation.pulse_at_s]
         farthest = max((track.observation.place for track in placed), default=None)
         working = [track for track in placed if track.observation.doing is not Doing.FINISHED]
         least = min((track.observation.place for track in working), default=None)
-        if least == farthest:
-            return ()
         lagging = [track for track in working if track.observation.place == least]
         # In a group of some of the ranks one may wait for another: then the one that does not wait is the suspect.
-        return tuple(track for track in lagging if not track.observation.is_waiting) or tuple(lagging)
+        at_work = [track for track in lagging if not track.observation.is_waiting]
+        if least == farthest:  # in a pipeline all may be: no collective of the whole world tells them apart
+            return tuple(at_work) if also_equal and len(at_work) < len(lagging) else ()
+        return tuple(at_work or lagging)
 
     def _ahead_of(self, laggard: Track) -> Observation | None:
         """The rank that has waited longest for it."""
         ahead = [
             track
             for track in self._tracks.values()
-            if track.observation.place > laggard.observation.place
-            and track.observation.is_waiting
+            if track.observation.is_waiting
+            and (
+                track.observation.place > laggard.observation.place
+                or (track.observation.place == laggard.observation.place and not laggard.observation.is_waiting)
+            )
             and not track.observation.is_stopped
         ]
         return min(ahead, key=lambda track: track.progressed_at_s).observation if ahead else None
