@@ -202,3 +202,21 @@ def test_one_process_that_is_interrupted_three_times_ends_as_if_it_had_not_been(
     assert [incident["outcome"] for incident in job.runs[1].incidents] == ["recovered"], job.runs[1].story()
     assert [run.status["resume"]["outcome"] for run in job.runs[1:]] == ["recovered"] * 2, job.runs[2].story()
     assert_same_outcome(job.as_one(), undisturbed(str(tmp_path / "train.py"), 1))
+
+
+@pytest.mark.parametrize(
+    ("batches", "optimizer", "said"),
+    [
+        ("map", "hand-written", "8 backward passes, and the script has made no optimizer of torch: "),
+        ("iterable", "adamw", "it draws random numbers (torch) where the training does, and a replay cannot"),
+    ],
+)
+def test_what_cannot_be_resumed_exactly_is_said_in_the_first_steps(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path, batches: str, optimizer: str, said: str
+) -> None:
+    (tmp_path / "train.py").write_text(script_of(batches, optimizer))
+
+    run = run_ttprun(str(tmp_path / "train.py"), 1, options=["--save-dir", str(tmp_path / "save")])
+
+    assert run.hashes == undisturbed(str(tmp_path / "train.py"), 1).hashes, run.story()
+    assert said in run.output + str(run.status["not_proved"]), run.story()

@@ -293,7 +293,7 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
         return job, ()
     why_not = str(why_survivors_disagree(job))
     if event.boundary == 0:
-        why_not = "no optimizer step has been completed yet"
+        why_not = "ttprun has seen no step of a torch.optim optimizer yet, and saves at these alone"
     if why_not:
         return give_up(job, event.at_s, why_not)
     job = replace(job, persists_at=event.boundary, stood_at=event.boundary)

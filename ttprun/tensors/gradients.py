@@ -28,7 +28,7 @@ import torch
 from ttprun.introspect.model_tensors import local_of, shown_to
 from ttprun.introspect.tensor_bytes import elements_of, unseen
 from ttprun.protocol.reason import Reason
-from ttprun.tensors.optimizer_registry import parameters_of
+from ttprun.tensors.optimizer_registry import optimizers, parameters_of
 from ttprun.tensors.sharded import are_cut_alike
 
 GRADIENT = "ttprun.gradient"  # name among a parameter's state
@@ -45,6 +45,24 @@ CARRIED_NOW = Reason(
 _STEPS_WATCHED = 3  # in full, of each optimizer
 _LOOKS_ON_DEVICE = 16  # steps from one to the next
 _MOST_ELEMENTS = 4096  # of a gradient that are looked at
+
+
+_MANY = 8  # backward passes before the first step: more than most scripts accumulate
+_without_step = 0  # backward passes so far
+
+
+def why_no_step() -> str:
+    """A backward pass begins, and no step was seen yet: what to say if there will be none; "" mostly."""
+    global _without_step
+    _without_step += 1
+    if _without_step != _MANY or optimizers():
+        return ""
+    why = Reason("no-step-yet", f"{_MANY} backward passes, and the script has made no optimizer of torch")
+    return (
+        f"{why}: at the steps of one ttprun saves and repairs, so nothing of this run is saved, not even at a signal. "
+        "What helps: weights changed by torch.optim.SGD, or by a torch.optim.Optimizer of your own, or a script that "
+        f"saves by itself{why.pointer}"
+    )
 
 
 class Gradients:

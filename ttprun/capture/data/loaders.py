@@ -33,6 +33,7 @@ from ttprun.capture.data import rest_of_epoch, workers
 from ttprun.capture.data.rest_of_epoch import fetched_ahead
 from ttprun.capture.position import placeholders
 from ttprun.capture.values import process_objects
+from ttprun.introspect import random_state
 from ttprun.introspect.costs import DATA
 from ttprun.introspect.current_rank import current
 from ttprun.introspect.ownership import location_key
@@ -180,6 +181,9 @@ def _register(iterator: Any, began: dict[str, Any], loader: Any) -> None:
         process_objects.is_worker(worker)
     iterator._ttprun_at = None
     iterator._ttprun_recent = []
+    if _asks_late(iterator) and iterator._dataset_kind == torch_dataloader._DatasetKind.Iterable:
+        iterator._ttprun_left = None  # random states after the batch before
+        iterator._next_data = functools.partial(_read_first, iterator._next_data, iterator)
     _iterators[:] = [reference for reference in _iterators if reference() not in (None, iterator)]
     _iterators.append(weakref.ref(iterator))
 
@@ -375,6 +379,25 @@ def note_boundary() -> bool:
             began["each"] = _each[tuple(began["name"])] = yielded - at
         iterator._ttprun_at = yielded
     return is_draining
+
+
+def _read_first(original: Any, iterator: Any) -> Any:
+    """One of the first batches of a stream that this process reads: does it draw where the training draws, too?
+
+    A replay reads the stream again from its beginning, without the steps in between.
+    """
+    before = random_state.capture()
+    batch = original()
+    session, after, left = current(), random_state.capture(), iterator._ttprun_left
+    if session is None or not session.mode.is_live:
+        return batch
+    iterator._ttprun_left = after
+    if left is not None:
+        del iterator._next_data
+        if shared := [kind for kind in after if kind in left and left[kind] != before[kind] != after[kind]]:
+            why = f"it draws random numbers ({', '.join(shared)}) where the training does, and a replay cannot"
+            _name(iterator, iterator._ttprun["name"][0], f"{why}; what helps: num_workers=1, or a generator of its own")
+    return batch
 
 
 def _name(iterator: Any, place: str, why: str) -> None:

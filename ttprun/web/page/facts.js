@@ -18,13 +18,22 @@ function rankList(ranks) {
   return parts.slice(0, 40).join(", ") + (parts.length > 40 ? ` and ${parts.length - 40} more` : "");
 }
 
+/** Steps that another process has taken again (--verify-steps), among the events that the page has. */
+function verifiedWords() {
+  const verified = state.events.filter((event) => event.event === "step_verified"), newest = verified.at(-1);
+  if (!newest) return "";
+  const equal = verified.filter((event) => event.finding === "equal").length;
+  return `Steps taken again by another process: ${verified.length}, of which ${equal} equal; the newest: step ${newest.step} of rank ${newest.rank}, ${newest.finding}${newest.finding === "equal" ? "" : `: ${newest.what}`}.`;
+}
+
 function drawProved(status) {
   const items = status.not_proved.map((name) => make("li", { words: name }));
   byId("proved").replaceChildren(
     make("p", { words: withKind(status.protection !== "on" && !status.reason ? status.reason_kind : "", status.protection === "on" ? "Protected: a lost rank is replaced and no step is lost." : status.protection.replace(/^not yet:/, "Not protected yet:").replace(/^off:/, "Not protected:").replace(/^on, but/, "Protected, but")) }),
     items.length
       ? make("div", {}, make("p", { class: "note", words: "These can change but are not recorded; a replacement has them as the script's set-up makes them:" }), make("ul", {}, ...items))
-      : make("p", { class: "note", words: "Everything that can change is recorded." }));
+      : make("p", { class: "note", words: "Everything that can change is recorded." }),
+    verifiedWords() ? make("p", { words: verifiedWords() }) : "");
 }
 
 function drawTopology(topology) {

@@ -62,6 +62,14 @@ function drawGroups(event) {
     make("div", { class: "side-by-side" }, ...columns), ...records);
 }
 
+/** The command that takes the step again in which a rank has failed. Nothing is kept of a process that was killed. */
+function drawAgain(one) {
+  if (!one.ranks.length || one.boundary === null || one.kind.startsWith("signal")) return null;
+  return make("p", { class: "note" }, document.createTextNode("Take this step again: "),
+    make("code", { words: `ttprun replay ${state.status.run_id} --rank ${one.ranks[0]} --step ${one.boundary}` }),
+    document.createTextNode(" (if the run keeps steps: --keep-steps)"));
+}
+
 function drawIncident(one) {
   const colour = { recovered: "good", open: "busy", restarted: "busy", failed: "bad" }[one.outcome] ?? "idle";
   const lost = one.steps_lost === null ? "" : `, ${one.steps_lost} steps lost`;
@@ -74,7 +82,7 @@ function drawIncident(one) {
     make("h3", {}, document.createTextNode(`#${one.id} ${one.kind}: `), make("span", { class: colour, words: `${one.outcome}${took}${lost}${how}` })),
     make("p", { class: "note", words: withKind(one.reason_kind, one.reason || "") }),
     drawWaterfall(one),
-    list("Proved equal", one.equal), list("Not proved", one.not_proved),
+    list("Proved equal", one.equal), list("Not proved", one.not_proved), drawAgain(one),
     ...stacks.map((event) => event.event === "stacks" ? drawGroups(event)
       : make("details", {}, make("summary", { words: `Stack of rank ${event.rank}` }), make("pre", { words: event.stack }))));
 }
