@@ -454,8 +454,8 @@ def wrap_backward(original: Any) -> Any:
                 )
             )
             return original(tensors, *args, **kwargs)
-        if not (session.has_stepped or session.rank) and session.mode.is_live and (why := gradients.why_no_step()):
-            session.channel.send(from_rank.Note(why))
+        if not (session.has_stepped or session.rank) and session.mode.is_live and (said := gradients.why_no_step()):
+            session.channel.send(from_rank.Note(said))
         note(session, LOSS, "", tensors if isinstance(tensors, list | tuple) else [tensors])
         if host_copies.waiting:
             _send_notes()
