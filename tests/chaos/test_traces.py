@@ -60,6 +60,17 @@ def test_the_first_link_that_differs_is_named(
     assert capsys.readouterr().out == "no difference in 4 steps of 2 ranks\n"
 
 
+def test_a_batch_that_is_made_by_hand_is_not_called_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write(tmp_path / "a", "0 0 0/1 o1 p2 l3 v0.5 g4")
+    other = write(tmp_path / "b", "0 0 0/1 o1 p2 l4 v0.6 g5")
+
+    assert main(["diff", first, other]) == 1
+    said = "step 0, rank 0: same random numbers and weights, another loss (0.6 instead of 0.5): a batch that no DataL"
+    assert said.replace(", rank 0", "") in capsys.readouterr().out.replace(", rank 0", "")
+
+
 def test_steps_that_are_taken_again_replace_the_former_ones_and_all_later_ones(tmp_path: Path) -> None:
     again = steps({"b": "b56"}, at=(1, 3))
 

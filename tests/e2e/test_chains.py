@@ -207,7 +207,7 @@ def test_one_process_that_is_interrupted_three_times_ends_as_if_it_had_not_been(
 @pytest.mark.parametrize(
     ("batches", "optimizer", "said"),
     [
-        ("map", "hand-written", "8 backward passes, and the script has made no optimizer of torch: "),
+        ("map", "hand-written", "8 backward passes, and the script has made no optimizer of torch: as long"),
         ("iterable", "adamw", "it draws random numbers (torch) where the training does, and a replay cannot"),
     ],
 )

@@ -61,8 +61,8 @@ REASONS = (
     _not_protected(
         "no-step-yet",
         "A rank counts as protected once it has passed an optimizer step under ttprun's hooks.",
-        "wait for the first step; if there was one, the training uses an optimizer that is not torch's, or a process "
-        "without hooks",
+        "wait for the first step; if there was one, the training uses an optimizer that is not torch's (let "
+        "torch.optim.SGD, or a torch.optim.Optimizer of your own, change the weights), or a process without hooks",
         "limits#Protected means seen",
         "A rank that is killed before its first step gets a new process, which runs the script from the top while the "
         "other ranks wait; no step is lost. An error of the script before its first step ends the job. If a rank "

@@ -442,8 +442,10 @@ def wrap_backward(original: Any) -> Any:
         global _going_backward, _gone_backward_at
         session = current()
         is_capturing = accelerator.is_capturing()  # nothing may be copied to the CPU then
-        if not is_capturing:
-            gradients.look_at_watched()
+        unseen = None if is_capturing else gradients.look_at_watched()
+        if unseen is not None and unseen.text and session is not None and session.rank == 0:
+            cure = "as long as there is none, nothing of this run is saved, not even at a signal"
+            session.channel.send(from_rank.Note(f"{unseen}: {cure}{unseen.pointer}"))
         if session is None or threading.current_thread() is not threading.main_thread():
             return original(tensors, *args, **kwargs)
         if is_capturing:
@@ -454,8 +456,6 @@ def wrap_backward(original: Any) -> Any:
                 )
             )
             return original(tensors, *args, **kwargs)
-        if not (session.has_stepped or session.rank) and session.mode.is_live and (said := gradients.why_no_step()):
-            session.channel.send(from_rank.Note(said))
         note(session, LOSS, "", tensors if isinstance(tensors, list | tuple) else [tensors])
         if host_copies.waiting:
             _send_notes()

@@ -47,22 +47,10 @@ _LOOKS_ON_DEVICE = 16  # steps from one to the next
 _MOST_ELEMENTS = 4096  # of a gradient that are looked at
 
 
-_MANY = 8  # backward passes before the first step: more than most scripts accumulate
-_without_step = 0  # backward passes so far
-
-
-def why_no_step() -> str:
-    """A backward pass begins, and no step was seen yet: what to say if there will be none; "" mostly."""
-    global _without_step
-    _without_step += 1
-    if _without_step != _MANY or optimizers():
-        return ""
-    why = Reason("no-step-yet", f"{_MANY} backward passes, and the script has made no optimizer of torch")
-    return (
-        f"{why}: at the steps of one ttprun saves and repairs, so nothing of this run is saved, not even at a signal. "
-        "What helps: weights changed by torch.optim.SGD, or by a torch.optim.Optimizer of your own, or a script that "
-        f"saves by itself{why.pointer}"
-    )
+_MANY = 8  # backward passes before an optimizer is made: more than a set-up takes
+_passes = 0  # backward passes so far, up to _MANY
+_NOTHING = Reason()
+NO_OPTIMIZER = Reason("no-step-yet", f"{_MANY} backward passes, and the script has made no optimizer of torch")
 
 
 class Gradients:
@@ -339,13 +327,18 @@ def watch(optimizer: torch.optim.Optimizer, are_read: Callable[[], bool] = lambd
 
 
 @unseen
-def look_at_watched() -> None:
-    """A backward begins."""
+def look_at_watched() -> Reason:
+    """A backward begins; returns, once, why it seems to be of a training whose steps nobody sees, "" else."""
+    global _passes
     for row in (*_table.values(),):
         if row.shared is not None:
             row.shared.note_backward()
         if row.watched is not None:
             row.watched.look(row)
+    if _passes == _MANY:
+        return _NOTHING
+    _passes += 1
+    return NO_OPTIMIZER if _passes == _MANY and not optimizers() else _NOTHING
 
 
 @unseen

@@ -358,9 +358,9 @@ LINKS = {
     "x": "other samples in the batch: {samples}",
     "b": "another batch{same}: the data, its augmentation, or the workers that load it",
     "w": "same weights after step {before}, other ones now: something else than the optimizer has changed them",
-    "l": "same batch, random numbers and weights, another loss ({loss}): kernel, device, or the model itself",
+    "l": "same {batch}random numbers and weights, another loss ({loss}): {by_hand}kernel, device, or the model itself",
     "i": "same loss, other gradient{parts} before ranks reduce it: kernel or device",
-    "g": "same loss, other gradient{parts} after the backward pass: kernel or device, or their reduction",
+    "g": "same loss, other gradient{parts} after the backward pass: kernel or device{reduction}",
     "c": "same gradients after the backward pass, other ones when the optimizer takes them: clipping or scaling",
     "h": "same gradients, other settings of the optimizer: learning rate, weight decay or the like",
 }
@@ -446,6 +446,9 @@ def _why(letter: str, first: Trace, other: Trace, rank: int, step: int, is_start
         samples=samples,
         when="before the batch is loaded" if "x" in here else "before the backward pass",
         same=" of the same samples" if "x" in here else "",
+        batch="batch, " if "b" in here else "",
+        by_hand="" if "b" in here else "a batch that no DataLoader has made, ",
+        reduction=", or their reduction" if len(first.steps) > 1 else "",
         loss=f"{here.get('v')} instead of {there.get('v')}",
         parts=f" of {', '.join(differing)}" if differing else "",
     )
