@@ -112,6 +112,11 @@ class Config(BaseModel):
         120, description="seconds to reconnect the ranks and to issue the interrupted step's collectives again"
     )
     persist_timeout_s: Seconds = Field(600, description="seconds to write a checkpoint when the job ends")
+    move_on: list[Literal["notice"]] = Field(
+        [],
+        description="rules by which healthy ranks are moved. notice: a node whose launcher gets SIGUSR1 is drained if "
+        "a spare node waits",
+    )
     grace_s: Seconds | None = Field(
         None,
         description="seconds from the scheduler's SIGTERM to its SIGKILL (Slurm's KillWait or GraceTime, Kubernetes' "

@@ -103,7 +103,7 @@ _AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
 # No str of a variable or an option can hold a mapping.
 FILE_ONLY = ("device_errors", "launch")
 # Lists of words, written with commas in between.
-_AT_COMMAS = ("rungs", "on_event_kinds")
+_AT_COMMAS = ("rungs", "on_event_kinds", "move_on")
 # Keys of older versions, and what to do about them.
 GONE = {"standby_depth": "it was removed, leave it out: a replacement runs the script's set-up itself"}
 # Keys that people write among ours, and that belong under `launch`.

@@ -216,6 +216,38 @@ def test_a_node_is_drained_and_a_spare_one_takes_its_place(undisturbed: Undistur
     assert "goes on without this node: node 1" in drained.output
 
 
+def test_a_node_that_has_notice_of_its_end_is_drained_if_a_spare_one_waits(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    notice = ["--move-on", "notice"]
+    with Nodes(3) as nodes:
+        launches = at_gate(nodes, range(2), tmp_path, options=notice)
+        spare = start_gated(nodes, 2, tmp_path, options=notice)
+        launches[0].wait_for_event("node_waits")
+        launches[1].process.send_signal(signal.SIGUSR1)
+        launches[0].wait_for_event("phase_changed")
+        (tmp_path / "gate").touch()
+        leader, runs = finished([launches[0], spare])
+        drained = launches[1].finish()
+
+    assert_replaced(leader, [1], "planned")
+    assert_same_weights(runs, undisturbed(GATED, 2))
+    assert drained.exit_code == 143, drained.story()
+
+
+def test_without_a_spare_a_node_that_has_notice_of_its_end_ends_the_job_with_its_state(tmp_path: Path) -> None:
+    with Nodes(2) as nodes:
+        options = ["--move-on", "notice", "--save-dir", str(tmp_path / "save")]
+        launches = at_gate(nodes, range(2), tmp_path, size="2", options=options)
+        launches[1].process.send_signal(signal.SIGUSR1)
+        launches[0].wait_for_event("not_drained")
+        (tmp_path / "gate").touch()
+        _, runs = finished(launches)
+
+    assert [run.exit_code for run in runs] == [143, 143], runs[0].story()
+    assert "its state was saved" in runs[0].output
+
+
 def test_a_rank_that_is_being_moved_trains_on_if_the_agent_that_leads_is_lost(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

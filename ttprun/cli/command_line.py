@@ -88,6 +88,7 @@ _METAVARS = {
     "discovery": "COMMAND",
     "on_event": "COMMAND",
     "on_event_kinds": "KIND,...",
+    "move_on": "RULE,...",
     "http": "[HOST]:PORT",
 }
 _REPEATABLE = ("faults", "retry_on", "follow")
@@ -101,7 +102,7 @@ GROUPS = {
     "record_limit_mib journal_limit_mib",
     "checkpoints, snapshots and mirrors": "save_dir resume resume_hyperparameters keep_checkpoints persist_timeout_s "
     "grace_s snapshot_every buddy buddy_memory",
-    "several nodes": "elastic node_wait_s discovery",
+    "several nodes": "elastic node_wait_s discovery move_on",
     "page and notifications": "http http_token_file on_event on_event_kinds",
 }
 

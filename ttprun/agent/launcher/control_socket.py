@@ -244,24 +244,15 @@ class Requests:
     def _drain(self, number: int) -> Reply:
         """Have a node that waits take the place of one that trains, once all ranks stand still."""
         node, peers, leader = self.node, self.node.peers, self.leader
+        if leader is None:
+            raise ValueError("the ranks have not been started yet")
         if not 0 <= number < peers.size:
             raise ValueError(f"there are nodes 0 to {peers.size - 1}")
-        why_not = self._why_not("the scheduler asks for a hot switch")
-        if not why_not and number == peers.node:
-            why_not = f"{peers.name_of(number)} leads the job, and cannot be drained"
-        ranks = tuple(slot.rank for slot in node.slots if peers.node_of(slot.rank) == number and not slot.is_finished)
-        why_not = why_not or str(recovery.why_not_replaceable(node.job, ranks, node.keeps_mirrors_twice))
-        if not why_not and (leader is None or not leader.placement.has_waiting()):
-            why_not = "no other node waits (start a launcher more than --nnodes)"
-        if why_not:
-            return Rejected(why_not)
         before = node.job.incident_count
-        node.advance(
-            recovery.ReplacementAsked(
-                at_s=time.monotonic(), ranks=ranks, reason="ttprun drain", node=peers.name_of(number)
-            )
-        )
-        return Accepted(after=before, ranks=ranks)
+        why_not = self._why_not("the scheduler asks for a hot switch") or leader.placement.drain(number, "ttprun drain")
+        first = number * peers.ranks_per_node
+        ranks = tuple(range(first, first + peers.ranks_per_node))
+        return Rejected(why_not) if why_not else Accepted(after=before, ranks=ranks)
 
     def _take_stacks(self) -> Reply:
         """Have the stacks of this node's ranks written."""

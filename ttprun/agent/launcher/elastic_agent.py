@@ -432,7 +432,8 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         elsewhere = self.supervisor.node.ended_by
-        is_announced = self.meeting.is_elastic and self.signals.first is signal.SIGUSR1 and self.has_started_ranks
+        may_leave = self.meeting.is_elastic or "notice" in self.supervisor.node.config.move_on
+        is_announced = may_leave and self.signals.first is signal.SIGUSR1 and self.has_started_ranks
         if is_announced and self.supervisor.leave(signal.SIGUSR1):
             self.supervisor.end_ranks_at_once()
         elif self.signals.first is not None:

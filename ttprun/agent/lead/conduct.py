@@ -62,6 +62,7 @@ class Leader:
     _shared_pools: meeting.SparePools | None = field(default=None, init=False)
     _shared: tuple[object, ...] = field(default=(), init=False)
     _lost: dict[int, recovery.NodeLost] = field(default_factory=dict, init=False)  # by node: not decided on yet
+    _noticed: dict[int, str] = field(default_factory=dict, init=False)  # by node: it leaves, and may be drained first
     _shared_replicas: Replicas = field(default=UNKNOWN, init=False)
     _next_s: float = field(default=0.0, init=False)
     _rows_next_s: float = field(default=0.0, init=False)
@@ -92,6 +93,8 @@ class Leader:
         self._next_s = now + _EVERY_S
         self.share()
         self.placement.look()
+        if self._noticed and self.node.job.phase is recovery.JobPhase.RUNNING:
+            self._heed(*next(iter(self._noticed.items())))
         self.membership.look()
         node, peers = self.node, self.node.peers
         if now >= self._rows_next_s:
@@ -112,6 +115,13 @@ class Leader:
         self.share()
         self.node.log("node_waits", address=address)
         self.placement.fill()
+
+    def _heed(self, number: int, notice: str) -> None:
+        """A node is to leave: another one takes its place if one may; else it leaves as nodes do."""
+        if why_not := self.placement.drain(number, notice):
+            del self._noticed[number]
+            self.node.log("not_drained", node=number, reason=why_not)
+            self.membership.leave(number, notice)
 
     def let_go(self, action: recovery.LetNodeGo) -> None:
         """A node leaves as planned: its ranks are lost, which is known."""
@@ -145,6 +155,7 @@ class Leader:
         """
         node, peers = self.node, self.node.peers
         peers.hang_up(number, node.selector, why)
+        self._noticed.pop(number, None)
         self.placement.forget(number)
         self.membership.note_lost(number)
         first = number * peers.ranks_per_node
@@ -221,7 +232,10 @@ class Leader:
             case node_messages.Records():
                 self.placement.take_records(report)
             case node_messages.Leaving(reason=reason):
-                self.membership.leave(number, reason)
+                if "notice" in self.node.config.move_on:
+                    self._noticed[number] = reason
+                else:
+                    self.membership.leave(number, reason)
             case node_messages.PartStored():
                 self.reports.checkpoints.take_part(report)
             case node_messages.FaultAsked(fault=fault):

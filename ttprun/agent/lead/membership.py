@@ -388,6 +388,25 @@ class Placement:
         pool = self._node.peers.pool
         return pool is not None and any(self._membership.may_train(one.address) for one in pool.waiting)
 
+    def drain(self, number: int, reason: str) -> str:
+        """Have a node that waits take the place of one that trains, once all ranks stand still.
+
+        reason    who asks, and why
+        returns   why that cannot be; "" if it is begun
+        """
+        node, peers = self._node, self._node.peers
+        if number == peers.node:
+            return f"{peers.name_of(number)} leads the job, and cannot be drained"
+        ranks = tuple(slot.rank for slot in node.slots if peers.node_of(slot.rank) == number and not slot.is_finished)
+        why_not = str(recovery.why_not_replaceable(node.job, ranks, node.keeps_mirrors_twice))
+        if not why_not and not self.has_waiting():
+            why_not = "no other node waits (start a launcher more than --nnodes)"
+        if not why_not:
+            node.advance(
+                recovery.ReplacementAsked(at_s=time.monotonic(), ranks=ranks, reason=reason, node=peers.name_of(number))
+            )
+        return why_not
+
     def forget(self, number: int) -> None:
         """A node is lost, perhaps the one that has just taken these slots."""
         self._vacant.pop(number, None)
