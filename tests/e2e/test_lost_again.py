@@ -55,3 +55,21 @@ def test_a_replacement_that_is_killed_between_its_fork_and_its_first_word_is_rep
     gate.touch()
 
     assert_recovered_like(launch.finish(), undisturbed(GATED, 2))
+
+
+def test_a_standby_that_has_become_a_rank_runs_its_script_again_and_nothing_differs(
+    start_ttprun: Callable[..., Launch], undisturbed: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Its own main() ends with the first run: what that still held was closed then, such as the board's number."""
+    gate = tmp_path / "gate"
+    faults = ["exception:rank=1,step=20,phase=backward"]
+    options = ["--retry-on", "InjectedFaultError"]
+    launch = start_ttprun(GATED, 2, script_args=["--gate", str(gate)], faults=faults, options=options)
+    launch.wait_for_standby("ready", limit_s=180.0)
+
+    os.kill(started(launch)[1], signal.SIGKILL)
+    gate.touch()
+
+    result = launch.finish()
+    assert_recovered_like(result, undisturbed(GATED, 2))
+    assert [incident["rung"] for incident in result.incidents] == ["replace", "rerun"], result.story()

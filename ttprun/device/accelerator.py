@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 _MOST_DEVICES = 16  # of a node, of whose generators the states are recorded
@@ -78,22 +77,17 @@ def mark() -> Any:
     return event
 
 
-def make_context(index: int) -> int | None:
+def make_context(index: int) -> None:
     """Make this process a user of the device before its script does, which takes seconds on a GPU.
 
     No memory is allocated and no library's handle is made: they read variables that the script may still set.
-    Returns the bytes of the device's memory that this took, None if that is not known. Raises the device's error.
+    Raises the device's error.
     """
     torch: Any = sys.modules["torch"]
     module = getattr(torch, torch.accelerator.current_accelerator().type)
-    used: Callable[[int], int] | None = getattr(module, "device_memory_used", None)  # asks NVML
-    before: int | None = None
-    with suppress(Exception):  # NVML's module is optional
-        before = None if used is None else used(index)
     module.init()
     with module.device(index):
         module.synchronize()
-    return None if before is None or used is None else used(index) - before
 
 
 def current_stream() -> Any:

@@ -41,12 +41,10 @@ class Ready(Message, frozen=True):
 
     is_copyable  it can be forked: one thread, no device in use
     refused      modules that it should not have imported, and why
-    took_bytes   of the device's memory, by its context; None: not known
     """
 
     is_copyable: bool
     refused: dict[str, str] = field(default_factory=dict)
-    took_bytes: int | None = None
 
 
 class Copied(Message, frozen=True):

@@ -21,20 +21,10 @@ from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
 
 
 class WithContext(Standby):
-    """A copy of a standby with a context on the device of one rank, whose place alone it can take.
-
-    took_bytes   of the device's memory; None: not known
-    """
-
-    took_bytes: int | None = None
+    """A copy of a standby with a context on the device of one rank, whose place alone it can take."""
 
     def __init__(self, copy: StandbyCopy) -> None:
         self.become(copy)
-
-    def take(self, message: Ready) -> None:
-        """It has made its context."""
-        super().take(message)
-        self.took_bytes = message.took_bytes
 
 
 class Standbys:
@@ -342,8 +332,7 @@ class StandbyWatch:
 
     def _watch_context(self, local_rank: int, standby: WithContext) -> None:
         def came() -> None:
-            fields = {"pid": standby.process.pid, "took_bytes": standby.took_bytes}
-            self._node.log("standby_context", rank=self._node.here[local_rank].rank, **fields)
+            self._node.log("standby_context", rank=self._node.here[local_rank].rank, pid=standby.process.pid)
 
         self._listen(standby, came, lambda: None)
 

@@ -68,11 +68,7 @@ def main() -> None:
                     refused = preload.preload(plan, notebook)
                     channel.send(standby_messages.Ready(is_copyable(), refused))
                 case standby_messages.Copy(device=device):
-                    copied = channel
-                    channel = give_copy(copied, fds.pop(), agent)
-                    if channel is not copied and device is not None:  # this is the copy
-                        took_bytes = accelerator.make_context(device)
-                        channel.send(standby_messages.Ready(is_copyable=False, took_bytes=took_bytes))
+                    channel = give_copy(channel, fds.pop(), agent, device)
                 case to_rank.Welcome():
                     welcome = message
                     break
@@ -127,10 +123,11 @@ def has_inherited_a_device() -> bool:
     return any(getattr(device, "_is_in_bad_fork", bool)() for device in devices)
 
 
-def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
+def give_copy(channel: Channel, theirs: int, agent: int, device: int | None) -> Channel:
     """Fork a copy, a child of the agent, and report its pid to the agent.
 
     theirs    the copy's end of its channel to the agent
+    device    see standby_messages.Copy
     returns   the channel to listen on: in the copy, its own
     """
     go_r, go_w = os.pipe()
@@ -140,8 +137,9 @@ def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
         if os.fork():
             os._exit(0)
         os.setsid()
-        for fd in (go_w, pid_r, channel.fileno()):
+        for fd in (go_w, pid_r):
             os.close(fd)
+        channel.close()  # an open one would close some other file of its number, whenever it is forgotten
         if not os.read(go_r, 1):
             os._exit(1)
         install.die_with_parent()
@@ -157,7 +155,11 @@ def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
         os.write(pid_w, str(os.getpid()).encode())
         for fd in (go_r, pid_w):
             os.close(fd)
-        return Channel(socket.socket(fileno=theirs))
+        channel = Channel(socket.socket(fileno=theirs))
+        if device is not None:
+            accelerator.make_context(device)
+            channel.send(standby_messages.Ready(is_copyable=False))
+        return channel
     for fd in (theirs, go_r, pid_w):
         os.close(fd)
     os.waitpid(between, 0)  # from here on the copy's parent is the agent
