@@ -29,6 +29,8 @@ class FakeStandbys:
 
     def look(self, watch: Any) -> None: ...
 
+    def look_for_contexts(self, watch: Any) -> None: ...
+
 
 class Ranks:
     """Two ranks that have torch, of which nothing is seen but that."""
