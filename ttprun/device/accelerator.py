@@ -83,8 +83,7 @@ def make_context(index: int) -> None:
     No memory is allocated and no library's handle is made: they read variables that the script may still set.
     Raises the device's error.
     """
-    torch: Any = sys.modules["torch"]
-    module = getattr(torch, torch.accelerator.current_accelerator().type)
+    module: Any = getattr(sys.modules["torch"], sys.modules["torch"].accelerator.current_accelerator().type)
     module.init()
     with module.device(index):
         module.synchronize()

@@ -259,8 +259,7 @@ class HangWatch:
 
     def laggards(self) -> tuple[Observation, ...]:
         """The ranks with the least progress, without finished ones; () if all have the same."""
-        tracks = self._laggards(also_equal=False)
-        return tuple(track.observation for track in tracks)
+        return tuple(track.observation for track in self._laggards(also_equal=False))
 
     def why_absent(self, at_s: float, rank: int) -> Hung:
         """A laggard that has become a fault before its limit: the script's own time-out has passed."""

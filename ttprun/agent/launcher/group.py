@@ -73,9 +73,12 @@ class Run:
         self.node = node
         self.resumption = resumption
         self.elasticity = elasticity
-        config, run_dir = node.config, str(node.run.path)
-        wanted = config.standbys if is_replaced else 0
-        self.standbys = Standbys(wanted, run_dir, config.follow, contexts=config.standby_context)
+        self.standbys = Standbys(
+            node.config.standbys if is_replaced else 0,
+            str(node.run.path),
+            node.config.follow,
+            contexts=node.config.standby_context,
+        )
         self.standby_watch = StandbyWatch(node, self.standbys)
         self.quiesce_schedule = QuiesceSchedule(node)
         self.injections = Injections(node, self.standbys)

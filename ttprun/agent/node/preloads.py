@@ -149,8 +149,8 @@ class Preloads:
             reports = [self._reports[rank] for rank in range(len(starts))]
             self._reports = {}
             plan = plan_of(reports, starts)
-            is_hidden = isinstance(plan, PreloadPlan) and any(name.endswith("VISIBLE_DEVICES") for name in plan.own)
-            if not is_hidden:  # else an index means another device in each of them
+            # Else an index means another device in each of them.
+            if not isinstance(plan, PreloadPlan) or not any(name.endswith("VISIBLE_DEVICES") for name in plan.own):
                 self.devices = {rank: used for rank, one in enumerate(reports) if (used := one.device) is not None}
             if isinstance(plan, PreloadPlan):
                 self._plan = plan

@@ -111,8 +111,7 @@ class Standbys:
 
     def _give_up_copies(self) -> list[Standby]:
         given_up = [*filter(None, [self.preloads.give_up()]), *(self._contexts or {}).values()]
-        if self._contexts:
-            self._contexts.clear()
+        self._contexts = self._contexts and {}
         return given_up
 
     def hurry(self) -> None:
@@ -331,10 +330,8 @@ class StandbyWatch:
         self._listen(preloaded, came, partial(preloads.lost, preloaded))
 
     def _watch_context(self, local_rank: int, standby: WithContext) -> None:
-        def came() -> None:
-            self._node.log("standby_context", rank=self._node.here[local_rank].rank, pid=standby.process.pid)
-
-        self._listen(standby, came, lambda: None)
+        fields = {"rank": self._node.here[local_rank].rank, "pid": standby.process.pid}
+        self._listen(standby, lambda: self._node.log("standby_context", **fields), lambda: None)
 
     def _watch(self, standby: Standby) -> None:
         def lost() -> None:
