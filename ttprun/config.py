@@ -219,10 +219,10 @@ class Config(BaseModel):
         description="when a replacement is refused. evidence: if it contradicts what the lost rank recorded; strict: "
         "also if a variable could not be restored, or something differs by rounding",
     )
-    on_nan: Literal["warn", "stop"] = Field(
+    on_nan: Literal["warn", "keep", "stop"] = Field(
         "warn",
-        description="what to do about NaN in gradients. warn: report it; stop: check before each step, and end the job "
-        "before a rank takes it",
+        description="what to do about NaN in gradients. warn: report it; keep: keep that step, for 'ttprun replay' "
+        "(costs what --keep-steps 1 does); stop: check before each step, and end the job before a rank takes it",
     )
     record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for what one rank records at each step")
     journal_limit_mib: int = Field(

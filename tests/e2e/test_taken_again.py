@@ -17,7 +17,8 @@ def run(folder: Path, *words: str, **variables: str) -> tuple[int, list[str]]:
     """The exit code of `ttprun` with these words, and what it has written."""
     done = subprocess.run(
         [sys.executable, "-m", "ttprun", *words],
-        cwd=folder, env=environment() | variables, capture_output=True, text=True, timeout=300, check=False,
+        input=variables.pop("STDIN", ""), cwd=folder, env=environment() | variables,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     return done.returncode, (done.stdout + done.stderr).splitlines()
 
@@ -64,6 +65,35 @@ def test_an_exception_inside_a_step_comes_again(tmp_path: Path) -> None:
     met = "2 collectives, 1 batch, 1 loss, the same error: ValueError: bad step 5 (taken_again.py:27) equal"
     assert (failed, code) == (1, 0), output
     assert f"rank-00001-step-00000005: {met}" in output, output
+
+
+def test_a_step_can_be_looked_at_in_the_debugger_and_by_code_of_a_file(folder: Path) -> None:
+    (folder / "look.py").write_text("step = 41 + rank\n")
+
+    debugged, seen = run(folder, "replay", "run", "--rank", "1", "--pdb", STDIN="p 'at step', step\nc\n")
+    code, output = run(folder, "replay", "run", "--rank", "1", "--run-code", "look.py")
+
+    assert (debugged, "('at step', 7)" in "\n".join(seen)) == (0, True), seen
+    assert (code, output[0].startswith("mean loss 42 ")) == (0, True), output
+
+
+def test_a_step_that_was_saved_is_taken_again_without_its_run(folder: Path, tmp_path: Path) -> None:
+    saved, _ = run(folder, "replay", "run", "--rank", "1", "--save", str(tmp_path / "saved"))
+    code, output = run(tmp_path, "replay", "saved")
+
+    compared = "2 collectives, 1 batch, 1 loss, weights and optimizer state after the step equal"
+    assert (saved, code, output[-1]) == (0, 0, f"saved: {compared}"), output
+
+
+def test_a_step_with_nan_is_kept_and_the_debugger_stops_where_it_appears(tmp_path: Path) -> None:
+    options = ["--on-nan", "keep", "--run-dir", "run", "--nproc-per-node", "2"]
+    trained, said = run(tmp_path, *options, SCRIPT, AT_5="nan")
+    code, output = run(tmp_path, "replay", "run", "--rank", "1", "--at", "nan", AT_5="nan", STDIN="p step\nc\n")
+
+    assert (trained, "ttprun replay --rank 1 --step 5 takes it again" in "\n".join(said)) == (0, True), said
+    assert "taken_again.py(25)<module>()" in "\n".join(output), output  # the line behind the loss
+    equal = "rank-00001-step-00000005: 2 collectives, 1 batch, 1 loss equal"
+    assert (code, output[-1].removeprefix("(Pdb) ")) == (0, equal), output
 
 
 def test_a_run_without_kept_steps_says_how_to_keep_them(tmp_path: Path) -> None:

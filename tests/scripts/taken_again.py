@@ -21,7 +21,7 @@ for epoch in range(2):
     for x, y in loader:
         step += 1
         optimizer.zero_grad()
-        loss = ((model(x) - y) ** 2).mean() * float(os.environ.get("FACTOR", "1"))
+        loss = ((model(x) - y) ** 2).mean() * float(os.environ.get("AT_5" if step == 5 else "FACTOR", "1"))
         loss.backward()
         if rank == 1 and step == int(os.environ.get("BAD_STEP", "0")):
             raise ValueError(f"bad step {step}")

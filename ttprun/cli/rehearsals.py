@@ -20,7 +20,7 @@ from ttprun.chaos.trial.drill import Scenario, command_of, read_scenario
 from ttprun.chaos.trial.twins import place_for_runs
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import shipped
-from ttprun.errors import counted
+from ttprun.errors import ConfigError, counted
 from ttprun.observe.run_directory import RunDirectory, Trace, read_trace
 
 if TYPE_CHECKING:
@@ -96,10 +96,19 @@ def diff(
 
 def replay(
     run: Annotated[
-        str | None, typer.Argument(help="Id or directory of a run with --keep-steps; default: newest.")
+        str | None,
+        typer.Argument(help="Id or directory of a run with --keep-steps, or a step that was saved; default: newest."),
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Which rank; default: the one that is kept, if it is one.")] = None,
     step: Annotated[str, typer.Option(help="Number of the step, or 'last'.")] = "last",
+    debugs: Annotated[bool, typer.Option("--pdb", help="Stop in Python's debugger at the step's first line.")] = False,
+    at: Annotated[str, typer.Option(help="'nan': stop in the debugger where a variable holds the first NaN.")] = "",
+    run_code: Annotated[
+        str | None, typer.Option(help="Python file that is run at the step's first line, with the variables there.")
+    ] = None,
+    save_in: Annotated[
+        str | None, typer.Option("--save", help="Copy the step to this new folder, and do no more.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result in JSON, for programs.")] = False,
 ) -> int:
     """Take a step of one rank again, in one process, without the other ranks.
@@ -112,12 +121,21 @@ def replay(
     collectives give what they gave in the run. Compared with the run: batches, losses, what the rank puts into each
     collective, weights after the step, and the exception that ended it. It writes no files. More: ttprun guide compare.
 
+    ttprun replay --rank 1 --pdb
+
     Exit code: 0 the same, 1 different, 2 the step cannot be taken again.
     """
-    from ttprun.agent.node.step_again import chosen, take_again
+    from ttprun.agent.node.step_again import chosen, save, take_again
 
-    folder = chosen(RunDirectory.find(run).path, rank, step)
-    again = take_again(folder)
+    if at not in ("", "nan") or (run_code is not None and not Path(run_code).is_file()):
+        raise ConfigError("--at takes 'nan', and --run-code a Python file", "see ttprun replay --help")
+    saved = Path(run or "none")
+    folder = saved if (saved / "step.msgpack").is_file() else chosen(RunDirectory.find(run).path, rank, step)
+    if save_in is not None:
+        save(folder, Path(save_in))
+        print(f"saved; on a machine that has the script at the same path: ttprun replay {save_in}")
+        return 0
+    again = take_again(folder, at or ("pdb" if debugs else str(Path(run_code or "").absolute()) if run_code else ""))
     lines = [f"{folder.name}: {', '.join(again.equal) or 'nothing'} equal"]
     lines += [f"{'first difference' if not at else 'then'}: {what}" for at, what in enumerate(again.differing)]
     lines += [f"cannot be taken again: {again.why_not}"] if again.why_not else []

@@ -39,6 +39,7 @@ class Options(Message, frozen=True):
     prints_traceback      stderr goes to a file of the rank's own
     trace                 file to which it adds digests of each step; "": it leaves none
     verified              path for what the collectives of a step have given to it, if its steps are verified; "": not
+    keeps_nan             the step in which a NaN is found is kept
     verified_before       and waits before it takes such a step until that is compared
     """
 
@@ -70,6 +71,7 @@ class Options(Message, frozen=True):
     verified: str = ""
     verified_before: bool = False
     keep_steps: int = 0
+    keeps_nan: bool = False
     keep_steps_mib: int = 0
 
 
@@ -233,6 +235,8 @@ class Replay(Action, frozen=True):
     step_from        slot of the lost rank's mirror from which the last step is taken again; "": it is not
     proof_from       slot from which it is taken again in any case, to compare the result with `result`; "": it is not
     result           slot of the state after it; "": there is none
+    debug            where it begins: "pdb": stop in the debugger; "nan": stop where a variable gets a NaN; else a file
+                     whose code is run there; "": nothing
     given            folder of a kept step, or the `verified` path of one, which is taken again without the other ranks;
                      "": they go on, too
     """
@@ -249,6 +253,7 @@ class Replay(Action, frozen=True):
     proof_from: str = ""
     result: str = ""
     given: str = ""
+    debug: str = ""
 
     @property
     def from_mirror(self) -> bool:

@@ -224,6 +224,8 @@ class Verifier:
                 if any(has_nan(weight, boundary, True) for weight in weights):
                     where, is_own = f"{where}; the weights held it before this step", False
             self._channel.send(from_rank.NanFound(boundary - 1, where, is_own))
+            if (session := current()) is not None and session.keeper is not None:
+                session.keeper.write_nan()
             if self._nan_limit_s is not None:
                 threading.Event().wait(self._nan_limit_s)
                 why = (

@@ -231,7 +231,7 @@ class Reports:
             reason = f"{finding}; no rank has taken the step (on_nan: stop)"
             self.node.advance(StopAsked(at_s=time.monotonic(), reason=reason))
         else:
-            logger.warning("%s; training continues (on_nan: warn)", finding)
+            logger.warning("%s; training continues (on_nan: %s)", finding, self.node.config.on_nan)
 
     def _on_put(self, slot: Row, put: from_rank.Put) -> None:
         """A rank reports something to all others."""

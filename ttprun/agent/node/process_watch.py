@@ -112,7 +112,8 @@ class ProcessWatch:
             trace=config.trace or "",
             verified=path_of(self._memory.verified[slot.local_rank]) if self._memory.verified else "",
             verified_before=config.verifies_before,
-            keep_steps=config.keep_steps,
+            keep_steps=config.keep_steps or int(config.on_nan == "keep"),
+            keeps_nan=config.on_nan == "keep",
             keep_steps_mib=config.keep_steps_mib,
         )
         fds, environment = [node.board_fd, slot.record_fd, slot.stack_fd], {}

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,14 @@ def chosen(run_dir: Path, rank: int | None, step: str) -> Path:
     return place_of
 
 
+def save(folder: Path, to: Path) -> None:
+    """Copy a kept step, to be taken again elsewhere, with the script. Raises ConfigError."""
+    try:
+        shutil.copytree(folder, to)
+    except OSError as error:
+        raise ConfigError(f"the step cannot be saved in '{to}': {error}", "name a new folder") from None
+
+
 def opened(folder: Path) -> dict[str, Any]:
     """As `read_step`. Raises ConfigError."""
     try:
@@ -77,17 +85,20 @@ def opened(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"the kept step '{folder}' cannot be read: {error}", "name another") from None
 
 
-def take_again(folder: Path, arguments: Sequence[str] = ()) -> Again:
-    """Take a kept step again; its output is that of this process.
+def take_again(folder: Path, debug: str = "") -> Again:
+    """Take a kept step again; input and output are those of this process.
 
-    arguments   Python's, in place of the run's; (): these
+    debug   see `to_rank.Replay`
 
     Blocks until the process has ended. Raises ConfigError.
     """
     kept = opened(folder)
-    words = list(arguments) or kept["arguments"]
+    words = kept["arguments"]
     if not words:
         return Again(why_not="the run's command is no Python script")
+    script = Path(kept["cwd"], "" if words[0].startswith("-") else words[0])
+    if not script.exists():  # records say by the path where the rank was
+        raise ConfigError(f"'{script}' is not on this machine", "put the script at the same path as in the run")
     with _place() as place, contextlib.ExitStack() as owned:
         ours, theirs = channel.pair()
         owned.callback(ours.close)
@@ -101,12 +112,12 @@ def take_again(folder: Path, arguments: Sequence[str] = ()) -> Again:
             [sys.executable, "-u", *words],
             env=environment | {CHANNEL_VARIABLE: str(theirs.fileno())},
             pass_fds=(theirs.fileno(),),
-            cwd=kept["cwd"] if os.path.isdir(kept["cwd"]) else None,
+            cwd=kept["cwd"],
         )
         theirs.close()
         try:
             ours.send(_welcome(kept, words, str(place)), fds)
-            why_not, error = _lead(ours, kept, folder)
+            why_not, error = _lead(ours, kept, folder, debug)
         finally:
             if process.poll() is None and sys.exc_info()[0] is not None:
                 kill_session(process.pid)
@@ -188,13 +199,13 @@ def _welcome(kept: dict[str, Any], words: list[str], run_dir: str) -> to_rank.We
     )
 
 
-def _lead(ours: channel.Channel, kept: dict[str, Any], folder: Path) -> tuple[str, str]:
+def _lead(ours: channel.Channel, kept: dict[str, Any], folder: Path, debug: str) -> tuple[str, str]:
     """Give the process its orders, until it has closed its line.
 
     returns   why the step cannot be taken again, and the error that has ended the script; "": none
     """
     rank, boundary, error = kept["rank"], kept["boundary"], ""
-    ours.send(to_rank.Replay(rank, _GENERATION, boundary, None, given=str(folder.absolute())))
+    ours.send(to_rank.Replay(rank, _GENERATION, boundary, None, given=str(folder.absolute()), debug=debug))
     for message in ours.messages():
         match message:
             case from_rank.RankReplayed():

@@ -142,7 +142,7 @@ def wrap_process_group_name(original: Any) -> Any:
 def _replay_of(session: Rank, order: to_rank.Replay) -> ReplayRun:
     replay = ReplayRun.of_lost(session, order.boundary)
     replay.step_from, replay.is_joining = order.step_from, order.is_joining
-    replay.is_contradicted, replay.given = order.is_contradicted, order.given
+    replay.is_contradicted, replay.given, replay.debug = order.is_contradicted, order.given, order.debug
     if order.from_mirror or not order.is_joining:
         replay.step_proof = StepProof(order.proof_from, order.result)
     return replay

@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -257,6 +258,20 @@ class Keeper:
         except Exception as failure:
             self._session.channel.send(from_rank.Note(f"its last steps could not be written: {failure!r}"))
 
+    def write_nan(self) -> None:
+        """A NaN was found in the step under way, before it is taken: keep that one, and no others from now on."""
+        step, session = self._step, self._session
+        if not session.options.keeps_nan or not self._count:
+            return
+        if step is None:
+            self._give_up("NaN in the first step, which is not kept")
+            return
+        self._past, self._step = deque([step]), None
+        self.write()
+        self._count = 0
+        where = f"ttprun replay --rank {session.rank} --step {step.boundary + 1}"
+        session.channel.send(from_rank.Note(f"the step with NaN is kept: {where} takes it again"))
+
     def _write(self, step: _Step, error: str) -> None:
         session = self._session
         parent = Path(session.run_dir) / FOLDER
@@ -304,6 +319,7 @@ class Given(Mode):
     """How the script runs in a step that is taken again: without other ranks, with what they gave.
 
     place   folder of the kept step; or file with what the collectives of a step that is verified have given
+    debug   see `to_rank.Replay`
 
     It ends at the end of the step, at the first collective that is another one, or where nothing is kept: the process
     leaves what it has found in RESULT, or reports what it has computed to be compared by the agent, and is ended by it.
@@ -312,7 +328,7 @@ class Given(Mode):
     is_alone = True
     is_live = False
 
-    def __init__(self, session: Rank, place: str) -> None:
+    def __init__(self, session: Rank, place: str, debug: str = "") -> None:
         self._session = session
         self._kept = read_step(Path(place))
         self.boundary = self._kept["boundary"]
@@ -324,6 +340,8 @@ class Given(Mode):
         self._differing: list[str] = []
         self._lock = threading.Lock()
         session.keep_by(self)
+        if debug:
+            _stop_at_next_line(sys._getframe(), debug, partial(self._end, "it was left in the debugger"))
 
     @property
     def step(self) -> int:
@@ -443,6 +461,39 @@ def _inputs_of(entry: Any) -> list[torch.Tensor]:
     if at is None or (entry.op == "broadcast" and entry.group.is_receiver(entry.args)):
         return []
     return tensors_in(entry.args[at])
+
+
+def _stop_at_next_line(frame: FrameType | None, debug: str, leave: Any) -> None:
+    """As `to_rank.Replay.debug` says; not at once, as torch's modes are off inside a hook.
+
+    leave   called when the debugger is left with `quit`
+    """
+
+    def at_line(stopped: FrameType, event: str, argument: Any) -> Any:
+        values = comparable(stopped.f_locals.values()) if debug == "nan" else []
+        has_nan = any(value.is_floating_point() and bool(value.isnan().any()) for value in values)
+        if event != "line" or (debug == "nan" and not has_nan):
+            return at_line
+        sys.settrace(None)
+        if debug in ("pdb", "nan"):
+            import pdb  # not before: it imports what a script may have a file of the same name for
+
+            debugger: Any = pdb.Pdb(nosigint=True)
+            debugger.set_quit = leave
+            debugger.set_trace(stopped)
+            return debugger.trace_dispatch(stopped, event, argument)
+        code = compile(Path(debug).read_text(encoding="utf-8"), debug, "exec")
+        exec(code, stopped.f_globals, stopped.f_locals)  # in here Python takes over new values of variables
+        return None
+
+    def of_call(called: FrameType, *_: Any) -> Any:
+        return at_line if debug == "nan" and not called.f_code.co_filename.startswith(_NOT_THE_SCRIPTS) else None
+
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
+            frame.f_trace = at_line
+        frame = frame.f_back
+    sys.settrace(of_call)
 
 
 def _place() -> str:

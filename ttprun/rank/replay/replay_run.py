@@ -160,11 +160,11 @@ class ReplayRun(Replay, Mode):
     setup_s     the script's time from its top to its first optimizer step; None before that
     step_proof  set if no other rank goes on with the lost rank's state
     step_from   slot of the lost rank's mirror from which the step at boundary N is taken again; "": it is not
-    is_joining, is_contradicted, given   see to_rank.Replay
+    is_joining, is_contradicted, given, debug   see to_rank.Replay
     sets_variables   a replay before this one has failed without; see `end_by_error`
     """
 
-    step_from = given = ""
+    step_from = given = debug = ""
     step_proof: StepProof | None = None
     _taken_again: torch.optim.Optimizer | None = None
     is_contradicted = False
@@ -370,7 +370,7 @@ class ReplayRun(Replay, Mode):
             session[PostStepWeights].note(self.boundary)
         thread_collectives.Replayed.boundary, thread_collectives.Replayed.answer = self.boundary, self._answer_late
         if self.given:
-            session.stand_in(Given(session, self.given))
+            session.stand_in(Given(session, self.given, self.debug))
         else:
             session.go_live()
         self._is_over.set()
