@@ -6,17 +6,18 @@ are no other ranks. Begin with `take_again`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import msgpack
 
 from ttprun.agent.base import stack_dumps
 from ttprun.agent.node.rank_processes import kill_session, rank_environment
@@ -99,14 +100,16 @@ def take_again(folder: Path, debug: str = "") -> Again:
     script = Path(kept["cwd"], "" if words[0].startswith("-") else words[0])
     if not script.exists():  # records say by the path where the rank was
         raise ConfigError(f"'{script}' is not on this machine", "put the script at the same path as in the run")
-    with _place() as place, contextlib.ExitStack() as owned:
+    with TemporaryDirectory(prefix="ttprun-replay-", ignore_cleanup_errors=True) as name, ExitStack() as owned:
+        place = Path(name)
+        (place / "logs").mkdir()
         ours, theirs = channel.pair()
         owned.callback(ours.close)
         slot_bytes = kept["record_limit_mib"] << 20
         fds = [Board.create(kept["world_size"])[0], Recorder.create(slot_bytes), stack_dumps.create()]
         for fd in fds:
             owned.callback(os.close, fd)
-        Recorder(fds[1], slot_bytes).restore(_unpacked(kept["records"]))
+        Recorder(fds[1], slot_bytes).restore(msgpack.unpackb(kept["records"], strict_map_key=False))
         environment = rank_environment(os.environ | kept["environment"] | _rendezvous(owned), str(place))
         process = subprocess.Popen(
             [sys.executable, "-u", *words],
@@ -127,24 +130,7 @@ def take_again(folder: Path, debug: str = "") -> Again:
         return Again(why_not=why_not) if why_not else _result(place, error or f"exit code {process.returncode}")
 
 
-@contextlib.contextmanager
-def _place() -> Iterator[Path]:
-    place = Path(tempfile.mkdtemp(prefix="ttprun-replay-"))
-    try:
-        (place / "logs").mkdir()
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _unpacked(records: bytes) -> dict[str, Any]:
-    import msgpack
-
-    part: dict[str, Any] = msgpack.unpackb(records, strict_map_key=False)
-    return part
-
-
-def _rendezvous(owned: contextlib.ExitStack) -> dict[str, str]:
+def _rendezvous(owned: ExitStack) -> dict[str, str]:
     """A store of our own, for a script that looks for the others."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -234,6 +220,5 @@ def _result(place: Path, ending: str) -> Again:
 
 
 def _named(name: str, count: int) -> str:
-    if name == "weights":
-        return "weights and optimizer state after the step"
-    return f"{count} {name}{'' if count == 1 else 'es' if name.endswith(('h', 's')) else 's'}"
+    several = "" if count == 1 else "es" if name.endswith(("h", "s")) else "s"
+    return f"{count} {name}{several}" if name != "weights" else "weights and optimizer state after the step"

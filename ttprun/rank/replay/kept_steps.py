@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -54,11 +54,6 @@ _KILL_LIMIT_S = 60.0
 _OF_ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "CUDA_", "CUBLAS_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON")
 _NOT_THE_SCRIPTS = (*(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, os)), _OURS, "<")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
-
-
-def folder_of(rank: int, step: int) -> str:
-    """The name of the folder of a kept step."""
-    return f"rank-{rank:05d}-step-{step:08d}"
 
 
 class _Step:
@@ -269,15 +264,15 @@ class Keeper:
         self._past, self._step = deque([step]), None
         self.write()
         self._count = 0
-        where = f"ttprun replay --rank {session.rank} --step {step.boundary + 1}"
-        session.channel.send(from_rank.Note(f"the step with NaN is kept: {where} takes it again"))
+        command = f"ttprun replay --rank {session.rank} --step {step.boundary + 1}"
+        session.channel.send(from_rank.Note(f"the step with NaN is kept: {command} takes it again"))
 
     def _write(self, step: _Step, error: str) -> None:
         session = self._session
         parent = Path(session.run_dir) / FOLDER
         parent.mkdir(mode=0o700, exist_ok=True)
         older = sorted(parent.glob(f"rank-{session.rank:05d}-*"))
-        place = parent / folder_of(session.rank, step.boundary + 1)
+        place = parent / f"rank-{session.rank:05d}-step-{step.boundary + 1:08d}"
         draft = parent / f".{place.name}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
@@ -292,7 +287,11 @@ class Keeper:
             "local_world_size": session.ranks_here,
             "arguments": self._arguments,
             "cwd": os.getcwd(),
-            "environment": _environment(os.environ),
+            "environment": {  # which rank this is, and how libraries choose how they compute
+                name: value
+                for name, value in os.environ.items()
+                if name in _OF_RANKS or name.startswith(_OF_ENVIRONMENT)
+            },
             "torch": torch.__version__,
             "record_limit_mib": session.options.record_limit_mib,
             "user_paths": list(session.options.user_paths),
@@ -308,11 +307,6 @@ class Keeper:
         draft.rename(place)
         for folder in [each for each in older if each != place][: max(0, len(older) + 1 - self._count)]:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that say which rank this is, and those by which libraries choose how they compute."""
-    return {name: value for name, value in variables.items() if name in _OF_RANKS or name.startswith(_OF_ENVIRONMENT)}
 
 
 class Given(Mode):
@@ -348,10 +342,7 @@ class Given(Mode):
         """As in Mode."""
         return int(self.boundary)
 
-    @property
-    def newest_step(self) -> int:
-        """As in Mode."""
-        return int(self.boundary)
+    newest_step = step
 
     def note(self, kind: int, values: Sequence[Any]) -> None:
         """A batch has come, or a loss: compare it."""
@@ -470,9 +461,8 @@ def _stop_at_next_line(frame: FrameType | None, debug: str, leave: Any) -> None:
     """
 
     def at_line(stopped: FrameType, event: str, argument: Any) -> Any:
-        values = comparable(stopped.f_locals.values()) if debug == "nan" else []
-        has_nan = any(value.is_floating_point() and bool(value.isnan().any()) for value in values)
-        if event != "line" or (debug == "nan" and not has_nan):
+        values = comparable(stopped.f_locals.values() if debug == "nan" else ())
+        if event != "line" or (debug == "nan" and not any(bool(value.isnan().any()) for value in values)):
             return at_line
         sys.settrace(None)
         if debug in ("pdb", "nan"):
