@@ -264,8 +264,12 @@ class Keeper:
         self._past, self._step = deque([step]), None
         self.write()
         self._count = 0
-        command = f"ttprun replay --rank {session.rank} --step {step.boundary + 1}"
-        session.channel.send(from_rank.Note(f"the step with NaN is kept: {command} takes it again"))
+        session.channel.send(
+            from_rank.Note(
+                "the step with NaN is kept: "
+                f"ttprun replay --rank {session.rank} --step {step.boundary + 1} takes it again"
+            )
+        )
 
     def _write(self, step: _Step, error: str) -> None:
         session = self._session
