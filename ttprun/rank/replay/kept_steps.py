@@ -265,10 +265,7 @@ class Keeper:
         self.write()
         self._count = 0
         session.channel.send(
-            from_rank.Note(
-                "the step with NaN is kept: "
-                f"ttprun replay --rank {session.rank} --step {step.boundary + 1} takes it again"
-            )
+            from_rank.Note(f"the step with NaN is kept: ttprun replay --rank {session.rank} --step {step.boundary + 1}")
         )
 
     def _write(self, step: _Step, error: str) -> None:
@@ -291,11 +288,7 @@ class Keeper:
             "local_world_size": session.ranks_here,
             "arguments": self._arguments,
             "cwd": os.getcwd(),
-            "environment": {  # which rank this is, and how libraries choose how they compute
-                name: value
-                for name, value in os.environ.items()
-                if name in _OF_RANKS or name.startswith(_OF_ENVIRONMENT)
-            },
+            "environment": {k: v for k, v in os.environ.items() if k in _OF_RANKS or k.startswith(_OF_ENVIRONMENT)},
             "torch": torch.__version__,
             "record_limit_mib": session.options.record_limit_mib,
             "user_paths": list(session.options.user_paths),
