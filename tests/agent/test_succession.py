@@ -37,7 +37,8 @@ class Follower:
         node.log, node.in_background = lambda *_, **__: None, Calls(self.selector).in_background
         follower: Any = SimpleNamespace(give_up=lambda reason: self.became.append(reason))
         nothing: Any = None
-        self.succession = Succession(node, nothing, follower, nothing, nothing, lambda: None)
+        orders: Any = SimpleNamespace(catching_up=set(), parked={})
+        self.succession = Succession(node, orders, follower, nothing, nothing, lambda: None)
         self.succession._lead = lambda: self.became.append("leader")  # type: ignore[method-assign]
 
     def wait(self, until_s: float = LIMIT_S) -> list[str]:
