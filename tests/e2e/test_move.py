@@ -81,6 +81,7 @@ def held_move(launch: Launch) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "ttprun", "move", "1", "--run", str(launch.run_dir), "--json"]
     asked = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
     launch.wait_for_event("rank_parked")
+    launch.wait_for_event("rank_started", rank=1, is_replacement=True)
     return asked
 
 
@@ -110,7 +111,8 @@ def test_another_rank_that_is_lost_in_a_move_is_replaced_and_the_old_process_tra
 
     assert asked.returncode == 1
     assert_recovered_by(result, ["replace"])
-    assert [len(result.pids[rank]) for rank in (0, 1)] == [2, 2], result.story()
+    started = [event["rank"] for event in result.events if event["event"] == "rank_started"]
+    assert [started.count(rank) for rank in (0, 1)] == [2, 2], result.story()
     assert_same_outcome(result, undisturbed(PLAIN, 2, ["--steps", "400"]))
 
 
