@@ -39,7 +39,7 @@ def test_each_error_of_a_device_is_answered_in_its_way_and_nothing_differs(
     assert [started.count(rank) for rank in (0, 1)] == processes
 
 
-@pytest.mark.parametrize("phase", ["forward", "before_step"])
+@pytest.mark.parametrize("phase", ["forward", "before_step", "backward"])
 def test_failed_memory_of_fsdp2_is_repaired_in_the_same_process_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str
 ) -> None:

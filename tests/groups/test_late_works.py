@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,19 @@ def test_a_future_completes_when_the_device_does_and_not_before() -> None:
     assert not completed.wait(0.05)
     operation.complete()
     assert completed.wait(60.0)
+
+
+def test_the_thread_that_completes_futures_holds_none_of_them_while_it_waits_for_more() -> None:
+    """What it held of FSDP2 was memory that had failed, and the process could not be repaired."""
+    _, work, operation = issued()
+    operation.complete()
+    is_free = threading.Event()
+    weakref.finalize(work, is_free.set)
+
+    device_link.watch(work, SimpleNamespace(set_result=lambda result: None))
+    del work
+
+    assert is_free.wait(60)
 
 
 def test_a_future_of_an_operation_that_fails_late_has_its_error() -> None:

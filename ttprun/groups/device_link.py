@@ -451,17 +451,21 @@ def _complete_promises() -> None:
             while not _watched:
                 _changed.wait()
                 pause_s = _FIRST_PAUSE_S
-            promises = list(_watched)
-        completed = [promise for promise in promises if promise[0].is_completed()]
-        for promise in completed:
-            promise[1].set_result(None)
-        with _changed:
-            for promise in completed:
-                _watched.remove(promise)
-            if not _watched:
-                _changed.notify_all()
-        if completed:
+        if _complete_some():
             pause_s = _FIRST_PAUSE_S
-            continue
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        else:
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _complete_some() -> bool:
+    """Whether any has completed; while the thread waits for more it holds none of their tensors."""
+    completed = [watched for watched in list(_watched) if watched[0].is_completed()]
+    for _, promise in completed:
+        promise.set_result(None)
+    with _changed:
+        for watched in completed:
+            _watched.remove(watched)
+        if not _watched:
+            _changed.notify_all()
+    return bool(completed)
