@@ -43,6 +43,10 @@ class Ranks:
         self.standbys = FakeStandbys()
         self.watch = StandbyWatch(self, self.standbys)  # type: ignore[arg-type]
 
+    def look(self) -> None:
+        for _ in range(3):
+            self.watch.look()
+
 
 @pytest.fixture
 def ranks() -> Ranks:
@@ -72,13 +76,11 @@ def test_standbys_that_come_due_in_an_incident_are_started_after_it(ranks: Ranks
 def test_a_job_whose_ranks_take_no_step_gets_its_standbys_after_a_while(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks.watch.look()
-    ranks.watch.look()
+    ranks.look()
     at_first = ranks.standbys.refills
     monkeypatch.setattr(module, "STEPLESS_S", 0.0)
 
-    for _ in range(3):
-        ranks.watch.look()
+    ranks.look()
 
     assert (at_first, ranks.standbys.refills) == (0, 1)
 
@@ -87,8 +89,7 @@ def test_the_while_begins_when_all_ranks_have_torch(ranks: Ranks, monkeypatch: p
     ranks.slots.append(SimpleNamespace(is_protected=False))
     monkeypatch.setattr(module, "STEPLESS_S", 0.0)
 
-    for _ in range(3):
-        ranks.watch.look()
+    ranks.look()
 
     assert ranks.standbys.refills == 0
 
@@ -100,8 +101,7 @@ def test_the_user_is_told_once_that_a_standby_is_ready(ranks: Ranks, caplog: pyt
     before = list(caplog.messages)
     ranks.standbys.is_complete = True
 
-    for _ in range(3):
-        ranks.watch.look()
+    ranks.look()
 
     assert (before, caplog.messages) == ([], [READY])
 
@@ -112,8 +112,7 @@ def test_while_none_is_ready_for_long_the_user_is_told_what_a_lost_rank_costs(
     monkeypatch.setattr(module, "LATE_S", 0.0)
     ranks.watch.start()
 
-    for _ in range(3):
-        ranks.watch.look()
+    ranks.look()
     ranks.standbys.is_complete = True
     ranks.watch.look()
 
@@ -130,8 +129,7 @@ def test_one_that_has_not_imported_all_for_long_is_ready_all_the_same(
     ranks.standbys.ready = 1
     ranks.watch.start()
 
-    for _ in range(3):
-        ranks.watch.look()
+    ranks.look()
 
     assert caplog.messages == [READY]
 

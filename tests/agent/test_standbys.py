@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
+from ttprun.agent.node import standbys as module
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, kill_session
 from ttprun.agent.node.standbys import Standbys
 
@@ -193,6 +194,23 @@ def test_a_standby_that_gives_no_copy_is_killed_and_another_one_is_taken(tmp_pat
     watched[0].channel.close()
 
 
+def test_a_context_that_never_comes_is_given_up_with_a_line(
+    ready: Standby, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "HANG_S", 0.0)
+    standbys, held = Standbys(1, str(tmp_path), contexts=True), list[Standby]()
+    standbys._waiting.append(ready)
+    standbys.preloads.why_not, standbys.preloads.devices = "nothing else is imported", {0: 0}
+
+    for _ in range(2):
+        standbys.look_for_contexts(lambda _, copy: held.append(copy) or os.kill(copy.process.pid, signal.SIGSTOP))
+
+    assert held[0].process.wait(LIMIT_S) is not None
+    assert (len(held), standbys.preloads.devices) == (1, {})
+    assert "no context on the device of local rank 0" in caplog.text
+    held[0].end()
+
+
 def test_a_standby_that_is_not_needed_ends_with_the_line(standby: Standby) -> None:
     standby.read()
 
@@ -202,8 +220,7 @@ def test_a_standby_that_is_not_needed_ends_with_the_line(standby: Standby) -> No
 
 
 def test_standbys_are_refilled_and_a_ready_one_is_taken_first(tmp_path: Path) -> None:
-    watched: list[Standby] = []
-    standbys = Standbys(2, str(tmp_path))
+    standbys, watched = Standbys(2, str(tmp_path)), list[Standby]()
     standbys.refill(watched.append, {})
     first, second = watched
     wait_until_ready(second)
@@ -212,15 +229,12 @@ def test_standbys_are_refilled_and_a_ready_one_is_taken_first(tmp_path: Path) ->
     taken = standbys.take()
     standbys.refill(watched.append, {})
 
-    try:
-        assert taken is second
-        assert [standby is first or standby is second for standby in watched] == [True, True, False]
-        assert standbys.ready == 0
-        assert standbys.take() is None
-        assert standbys.is_on_its_way
-    finally:
-        second.end()
-        standbys.end()
+    assert taken is second
+    assert [standby is first or standby is second for standby in watched] == [True, True, False]
+    assert standbys.take() is None
+    assert (standbys.ready, standbys.is_on_its_way) == (0, True)
+    second.end()
+    standbys.end()
     assert [standby.process.returncode for standby in watched] == [-signal.SIGKILL] * 3
 
 
@@ -234,14 +248,13 @@ def test_a_standby_that_ends_while_it_imports_more_is_followed_by_one_that_does_
     standbys.refill(watched.append, {})
     with pytest.raises(EOFError):
         wait_until_ready(watched[0])
-    has_started = watched[0].has_started
     watched[0].bury()
 
     standbys.forget_warmth()
     standbys.refill(watched.append, {})
     wait_until_ready(watched[1])
 
-    assert has_started
+    assert watched[0].has_started
     assert watched[1].process.poll() is None
     standbys.end()
 
@@ -261,9 +274,7 @@ class NotGoneYet:
         raise subprocess.TimeoutExpired(["standby"], timeout)
 
 
-def test_a_standby_whose_line_is_closed_is_asked_for_nothing_though_its_process_is_not_gone_yet(
-    tmp_path: Path,
-) -> None:
+def test_a_standby_whose_line_is_closed_is_asked_for_nothing_though_its_process_lives(tmp_path: Path) -> None:
     standbys, watched = Standbys(1, str(tmp_path)), []
     standbys.refill(watched.append, {})
     standby = watched[0]

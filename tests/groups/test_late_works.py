@@ -161,7 +161,6 @@ def test_a_future_completes_when_the_device_does_and_not_before() -> None:
 
 
 def test_the_thread_that_completes_futures_holds_none_of_them_while_it_waits_for_more() -> None:
-    """What it held of FSDP2 was memory that had failed, and the process could not be repaired."""
     _, work, operation = issued()
     operation.complete()
     is_free = threading.Event()

@@ -14,17 +14,21 @@ from functools import partial
 
 from ttprun.agent.base.loop import unwatch
 from ttprun.agent.node.node import Node, Process
-from ttprun.agent.node.preloads import Preloaded, Preloads
+from ttprun.agent.node.preloads import HANG_S, Preloaded, Preloads
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, kill_session
 from ttprun.errors import counted
 from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
 
 
 class WithContext(Standby):
-    """A copy of a standby with a context on the device of one rank, whose place alone it can take."""
+    """A copy of a standby with a context on the device of one rank, whose place alone it can take.
+
+    late_at_s   when it is given up if it has none by then
+    """
 
     def __init__(self, copy: StandbyCopy) -> None:
         self.become(copy)
+        self.late_at_s = time.monotonic() + HANG_S
 
 
 class Standbys:
@@ -102,8 +106,11 @@ class Standbys:
             return
         for local_rank, index in tuple(self.preloads.devices.items()):
             held = self._contexts.get(local_rank)
-            if held is not None and not held.is_alive and not held.has_started:
-                del self.preloads.devices[local_rank]  # the next one would end as well
+            if held is not None and not held.is_ready and not (held.is_alive and time.monotonic() < held.late_at_s):
+                del self.preloads.devices[local_rank]  # the next one would end, or take as long, as well
+                kill_session(held.process.pid)
+                what = "a standby could make no context on the device of local rank %d: a replacement makes its own"
+                logger.warning(what, local_rank)
             elif (held is None or not held.is_alive) and (copy := self.copy(index)) is not None:
                 held = self._contexts[local_rank] = WithContext(copy)
                 watch(local_rank, held)
@@ -149,8 +156,7 @@ class Standbys:
             return held
         if held is not None:
             kill_session(held.process.pid)
-        copy = self.copy()
-        if copy is not None:
+        if (copy := self.copy()) is not None:
             return copy
         single_use = [standby for standby in self._ready() if not standby.is_copyable]
         if not single_use:
@@ -161,13 +167,10 @@ class Standbys:
 
     def copy(self, device: int | None = None) -> StandbyCopy | None:
         """A copy of a ready standby, see Standby.copy; None if there is none that can be copied."""
-        preloaded = self.preloads.ready
-        copy = preloaded.copy(device) if preloaded is not None else None
-        for standby in self._ready() if copy is None else ():
-            copy = standby.copy(device) if standby.is_copyable else None
-            if copy is not None:
-                break
-        return copy
+        for standby in (*filter(None, [self.preloads.ready]), *self._ready()):
+            if standby.is_copyable and (copy := standby.copy(device)) is not None:
+                return copy
+        return None
 
     def _ready(self) -> list[Standby]:
         return [standby for standby in self._waiting if standby.is_ready and standby.is_alive]
