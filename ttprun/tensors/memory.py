@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,16 @@ def own_cgroup(listing: Path = Path("/proc/self/cgroup")) -> Path | None:
     return None
 
 
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[int]:
+    """A descriptor of such a file, for as long as it is needed. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class Memory:
     """One such file; `path` is that of the agent's descriptor, under /proc."""
 
@@ -102,12 +112,9 @@ class Memory:
         Raises OSError, also if memory is short; the old content is lost then.
         """
         self.fit(size_bytes)
-        at = self._address
-        end = at + size_bytes
+        at = 0
         for chunk in content:
-            if at + chunk.nbytes > end:
-                raise ValueError(f"more than {size_bytes} bytes for {self._path}")
-            ctypes.memmove(at, numpy.frombuffer(chunk, numpy.uint8).ctypes.data, chunk.nbytes)  # releases the GIL
+            self.copy(at, numpy.frombuffer(chunk, numpy.uint8).ctypes.data, chunk.nbytes)
             at += chunk.nbytes
 
     @property
@@ -148,13 +155,13 @@ class Memory:
 
     def open(self) -> None:
         """Map what another process has written. Raises OSError, ValueError if it is empty."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._size = os.fstat(fd).st_size
-            self._map = mmap.mmap(fd, self._size, flags=mmap.MAP_SHARED)
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        finally:
-            os.close(fd)
+        with opened(self._path) as fd:
+            self._map_all(fd, mmap.MAP_SHARED)
+
+    def _map_all(self, fd: int, flags: int) -> None:
+        self._map = mmap.mmap(fd, 0, flags=flags)
+        self._size = len(self._map)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def release(self) -> None:
         """Give all memory of the file back; no tensor in it may be used any more. Raises OSError."""
@@ -184,13 +191,8 @@ class Memory:
         if size_bytes == self._size:
             return
         self.unmap()
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
+        with opened(self._path) as fd:
             os.ftruncate(fd, size_bytes)
             os.posix_fallocate(fd, 0, size_bytes)  # too little memory is an error here; it would be a SIGBUS later
-            self._map = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        finally:
-            os.close(fd)
+            self._map_all(fd, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._map.madvise(mmap.MADV_DONTFORK)  # or a DataLoader's worker would hold the memory
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._size = size_bytes

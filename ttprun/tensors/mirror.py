@@ -27,7 +27,7 @@ from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent, 
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, lay_out
-from ttprun.tensors.own_state import forms_of, held_now
+from ttprun.tensors.own_state import held_now
 from ttprun.tensors.replicated import PostStepWeights
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ class Mirror:
         try:
             is_state = self._copying.result()
             slot = self._slots[slot_of(boundary - 1)]
-            self._why_no_step = self._why_no_step or _why_not_taken_again(optimizer)
+            if getattr(optimizer, "grad_scale", None) is not None:
+                self._why_no_step = "its optimizer takes the scale of its gradients from a GradScaler (fused=True)"
             stepping = None if session.has_collective_steps else optimizer
             if is_state and not self._why_no_step and self._keep_step(slot, stepping, session[PostStepWeights].is_kept):
                 self._note(SlotContent(boundary - 1, has_state=True, has_step=True))
@@ -248,12 +249,16 @@ class Mirror:
             described = held_now()
             rows = list(replicated.rows())
             weights = [local_of(parameter) for _, parameter, *_ in rows]
-            forms = forms_of(described)
+            forms = [form for form, _ in described]
             layout = self._layout
             if layout is None or layout.forms != forms or bool(layout.before) != kept.is_kept:
                 layout = self._layout = lay_out(rows, forms, kept.is_kept)
                 self._check(layout, weights)
-            state = [kept.of(value) if is_weight else local_of(value) for is_weight, value in _tensors(described)]
+            state = [  # a form that begins with a shape is that of a parameter's weights
+                kept.of(value) if isinstance(form[0], torch.Size) else local_of(value)
+                for form, value in described
+                if value is not None
+            ]
             if len(state) != len(layout.state):
                 self._layout = None
                 return False  # a backward has shown meanwhile which gradients belong to the state
@@ -340,17 +345,6 @@ class Mirror:
 def _count() -> int:
     """How many parameters all optimizers have."""
     return sum(1 for _ in optimizer_registry.parameters())
-
-
-def _why_not_taken_again(optimizer: torch.optim.Optimizer) -> str:
-    """Why a step of this optimizer depends on more than is kept; "" if it does not."""
-    is_scaled = getattr(optimizer, "grad_scale", None) is not None
-    return "its optimizer takes the scale of its gradients from a GradScaler (fused=True)" if is_scaled else ""
-
-
-def _tensors(described: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[bool, torch.Tensor]]:
-    """(whether it is a parameter's weights, tensor), in the order of `replicated.describe`."""
-    return [(isinstance(form[0], torch.Size), value) for form, value in described if value is not None]
 
 
 def load(path: str) -> None:

@@ -150,8 +150,10 @@ class OwnState:
         """The optimizers' tensors now, if they fit the layout, else None."""
         if self._layout is None or not self._layout.is_lasting:
             return None
-        rows = held_now()
-        return [value for _, value in rows if value is not None] if forms_of(rows) == self._layout.forms else None
+        described = held_now()
+        if [form for form, _ in described] != self._layout.forms:
+            return None
+        return [value for _, value in described if value is not None]
 
 
 def held_now() -> list[tuple[tuple[Any, ...], torch.Tensor | None]]:
@@ -167,14 +169,6 @@ def held_now() -> list[tuple[tuple[Any, ...], torch.Tensor | None]]:
     return described
 
 
-def forms_of(described: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[Any, ...]]:
-    """Of these, the forms alone.
-
-    described   as `held_now` returns them
-    """
-    return [form for form, _ in described]
-
-
 def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
     """A layout for the optimizers' tensors, and these in its order. Raises NotRepairableError, ValueError."""
     header, parts = replicated.describe()
@@ -188,7 +182,7 @@ def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
     for tensor in ordered:
         offset_of[id(tensor)] = at
         at += tensor.nbytes
-    forms = forms_of(held_now())
+    forms = [form for form, _ in held_now()]
     in_order = [part.tensor for part in parts]
     offsets = [offset_of[id(tensor)] for tensor in in_order]
     is_lasting = not any(type(value) is list for form in forms for value in form)

@@ -83,6 +83,11 @@ def unpack(packed: bytes) -> dict[str, Any]:
     return part
 
 
+def part_in(fd: int) -> dict[str, Any]:
+    """A rank's own part, from the memory that holds it. Raises OSError, ValueError."""
+    return unpack(os.pread(fd, os.fstat(fd).st_size, 0))
+
+
 @dataclass(frozen=True)
 class Origin:
     """Another run's ranks, from which those of this one take over what the training has changed.

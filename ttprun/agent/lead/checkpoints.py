@@ -78,15 +78,11 @@ class SnapshotBuffer:
             (),
             self.first.header,
             files,
-            self._rank_part,
+            lambda rank: stored_states.part_in(self.records[rank]),
             headers=self.headers,
             owners=self.replicas.differing,
             names=self.replicas.names,
         )
-
-    def _rank_part(self, rank: int) -> dict[str, Any]:
-        fd = self.records[rank]
-        return stored_states.unpack(os.pread(fd, os.fstat(fd).st_size, 0))
 
     def close(self) -> None:
         """Give the memory back."""

@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 
 from ttprun.agent.base import stored_states
-from ttprun.agent.base.stored_states import Stored, path_of, unpack
+from ttprun.agent.base.stored_states import Stored, part_in, path_of
 from ttprun.agent.node.node import Node, Process
 from ttprun.capture.records.packing import pack, read_outline
 from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder, records_up_to
@@ -79,7 +79,9 @@ class Memory:
             return None
         slot = self._node.process(rank)
         try:
-            is_there = self._is_in_recorder(slot, boundary) or self._records(slot, place)["records"][-1][0] == boundary
+            is_there = self._is_in_recorder(slot, boundary) or (
+                part_in(self._own[place][0][slot.local_rank])["records"][-1][0] == boundary
+            )
         except (OSError, ValueError, LookupError):
             return None
         return boundary if is_there else None
@@ -90,14 +92,14 @@ class Memory:
         if newest != boundary:
             return None
         slot = self._node.process(rank)
-        tensors = self._own[place][1][slot.local_rank]
+        records, tensors = (fds[slot.local_rank] for fds in self._own[place])
         return Stored(
             boundary,
             "shared memory",
             (),
             _header_of(tensors),
             (path_of(tensors),),
-            lambda _: self._records(slot, place),
+            lambda _: part_in(records),
             is_in_recorder=self._is_in_recorder(slot, boundary),
         )
 
@@ -111,10 +113,6 @@ class Memory:
         except KeyError:
             return False
         return True
-
-    def _records(self, slot: Process, place: int) -> dict[str, Any]:
-        fd = self._own[place][0][slot.local_rank]
-        return unpack(os.pread(fd, os.fstat(fd).st_size, 0))
 
     # Records.
 

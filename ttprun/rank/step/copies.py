@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange, GenerationOverError
@@ -26,6 +26,7 @@ from ttprun.groups.gloo import listen
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import channel, from_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Field, SlotContent, slot_of, unpack_slot
+from ttprun.tensors.memory import opened
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Part
 
@@ -37,41 +38,6 @@ from ttprun.tensors.mirror_slots import Part
 
 _MIRROR_HEAD = struct.Struct("<4q")  # what the slot holds then, offset, bytes that follow, bytes of the whole slot
 _CELLS = (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)
-
-
-class _NoRoomError(Exception):
-    """The copy takes more memory than it may, or than there is."""
-
-
-class MirrorLink:
-    """The two connections of one generation.
-
-    to, from_before   to the next node, and from the node before
-    boundary          the newest one whose state may be kept: what is kept of it is sent first
-    """
-
-    def __init__(self, session: Rank, to: socket.socket, from_before: socket.socket, boundary: int) -> None:
-        mirror = session[Mirror]
-        for sock in (to, from_before):
-            sock.settimeout(None)
-        self._sender = _Sender(session, to, mirror.parts(mirror.held(boundary)))
-        self._receiver = _Receiver(session, from_before)
-        mirror.on_kept = self._sender.add
-
-    def wait_for(self, cell: int, limit_s: float) -> bool:
-        """Wait until as much is kept of the mirror of the node before; returns whether it is, or never will be.
-
-        cell      `SlotContent`, packed
-        limit_s   at most
-
-        Raises OSError if the connection is broken.
-        """
-        return self._receiver.wait_for(unpack_slot(cell), limit_s)
-
-    def cut(self) -> None:
-        """Shut the connections down."""
-        self._sender.cut()
-        self._receiver.cut()
 
 
 class _Sender:
@@ -111,25 +77,33 @@ class _Sender:
 
     def _send(self, part: Part) -> None:
         content, cell = part.held, (Field.MIRROR_0, Field.MIRROR_1)[slot_of(part.held.boundary)]
-        fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(part.path) as fd:
             self._sock.sendall(_MIRROR_HEAD.pack(content.pack(), part.at, part.size, part.whole))
             channel.send_part(
                 *(self._sock, fd, part.at, part.size),
                 lambda: not unpack_slot(self._board.get(self._rank, cell)).has_all_of(content),
             )
-        finally:
-            os.close(fd)
 
 
-class _Receiver:
-    """Keeps what comes, on a thread of its own; a slot holds nothing while it is being written."""
+class MirrorLink:
+    """The two connections of one generation. What comes is kept, on a thread of its own.
 
-    def __init__(self, session: Rank, sock: socket.socket) -> None:
+    to, from_before   to the next node, and from the node before
+    boundary          the newest one whose state may be kept: what is kept of it is sent first
+
+    A slot holds nothing while it is being written.
+    """
+
+    def __init__(self, session: Rank, to: socket.socket, from_before: socket.socket, boundary: int) -> None:
+        mirror = session[Mirror]
+        for sock in (to, from_before):
+            sock.settimeout(None)
+        self._sender = _Sender(session, to, mirror.parts(mirror.held(boundary)))
+        mirror.on_kept = self._sender.add
         self._session = session
         self._of = (session.rank - len(session.rows_here)) % session.world_size
-        self._sock = sock
-        self._paths = session.options.mirror_copies
+        self._sock = from_before
+        self._paths, self._limit_bytes = session.options.mirror_copies, session.options.mirror_copies_bytes
         self._failure: OSError | None = None
         self._came = [
             EMPTY_SLOT
@@ -138,8 +112,15 @@ class _Receiver:
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="ttprun-node-before", daemon=True).start()
 
-    def wait_for(self, wanted: SlotContent, limit_s: float) -> bool:
-        """As `MirrorLink.wait_for`."""
+    def wait_for(self, cell: int, limit_s: float) -> bool:
+        """Wait until as much is kept of the mirror of the node before; returns whether it is, or never will be.
+
+        cell      `SlotContent`, packed
+        limit_s   at most
+
+        Raises OSError if the connection is broken.
+        """
+        wanted = unpack_slot(cell)
         with self._changed:
             self._changed.wait_for(lambda: self._is_settled(wanted) or self._failure is not None, limit_s)
         if self._is_settled(wanted):
@@ -158,6 +139,8 @@ class _Receiver:
             self._changed.notify_all()
 
     def cut(self) -> None:
+        """Shut the connections down."""
+        self._sender.cut()
         _shut(self._sock)
 
     def _run(self) -> None:
@@ -176,10 +159,13 @@ class _Receiver:
         if content.boundary <= 0 or not 0 <= at <= at + size <= whole:
             raise channel.DamagedError("what has come is no part of a mirror")
         if self._is_awaited(content, whole):
-            with _opened(self._paths[slot_of(content.boundary)]) as fd:
+            with opened(self._paths[slot_of(content.boundary)]) as fd:
                 is_valid = channel.receive_part(self._sock, fd, at, size)
             if is_valid:
-                self._keep(content, whole)
+                self._set(slot_of(content.boundary), content)
+                if not self._has_reported:
+                    self._has_reported = True
+                    self._report(content.boundary, whole)
         else:
             channel.receive_part(self._sock, -1, at, size)
 
@@ -195,30 +181,18 @@ class _Receiver:
             self._make_room(number, whole)
         except OSError as error:
             self._refuse(content.boundary, whole, error.strerror or str(error))
-        except _NoRoomError as error:
-            self._refuse(content.boundary, whole, str(error))
         return not self._is_refused
 
     def _make_room(self, number: int, whole: int) -> None:
-        """Raises OSError, _NoRoomError."""
+        """Raises OSError, also if the copy would take more memory than it may."""
         session, board = self._session, self._session.board
         board.set(session.rank, Field.MIRROR_COPY_BYTES, SLOTS * whole)
         if sum(board.get(row, Field.MIRROR_COPY_BYTES) for row in session.rows_here) > self._limit_bytes:
-            raise _NoRoomError("too little memory")
-        with _opened(self._paths[number]) as fd:
+            raise OSError("too little memory")
+        with opened(self._paths[number]) as fd:
             if os.fstat(fd).st_size != whole:
                 os.ftruncate(fd, whole)
                 os.posix_fallocate(fd, 0, whole)
-
-    @property
-    def _limit_bytes(self) -> int:
-        return self._session.options.mirror_copies_bytes
-
-    def _keep(self, content: SlotContent, whole: int) -> None:
-        self._set(slot_of(content.boundary), content)
-        if not self._has_reported:
-            self._has_reported = True
-            self._report(content.boundary, whole)
 
     def _refuse(self, boundary: int, whole: int, why: str) -> None:
         """Keep nothing of what comes on this connection, and let the sender know."""
@@ -233,15 +207,6 @@ class _Receiver:
     def _report(self, boundary: int, whole: int, why_not: str = "") -> None:
         report = from_rank.MirrorCopied(self._of, boundary, SLOTS * whole, self._limit_bytes, why_not)
         self._session.channel.send(report)
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _shut(sock: socket.socket) -> None:
@@ -426,8 +391,7 @@ class _Link:
     def cut(self) -> None:
         """Shut the connections down; whoever waits for them gets an error."""
         for sock in (self._to, self._from):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            _shut(sock)
         if self.mirrors is not None:
             self.mirrors.cut()
 
