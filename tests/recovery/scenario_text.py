@@ -9,7 +9,7 @@
 The first line makes the job (`job ranks=4`), `all_started` starts and protects all its ranks, with pids 100, 101 and
 so on, and finds them to be replicas (`alike=no`: they are not compared). After `all_elastic tensor_parallel=2` they can
 train on in a smaller group. `all_compared up.weight=0,1` says by rank the lowest one that holds the same, and
-`mirrored=0,1` which ranks' state is mirrored. Left out,
+`mirrored=0,1` which ranks' state is mirrored. After `resized ranks=3` the job has so many. Left out,
 `at` is that of the event before, `generation` and `pid` are the present ones; `ranks=0,1` is one event for each. Of an
 incident only a few fields are written while it is open, and all that are known when it has ended.
 
@@ -47,7 +47,7 @@ from ttprun.protocol.from_rank import (
 from ttprun.protocol.process_orders import Action, Rewind
 from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.reason import Reason
-from ttprun.recovery import Job, RecordIncident, Settings, new_job
+from ttprun.recovery import Job, RecordIncident, Settings, new_job, with_size
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
@@ -80,6 +80,8 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "mismatch_found": MismatchFound,
     "snapshot_taken": recovery.SnapshotTaken,
     "resume_asked": recovery.ResumeAsked,
+    "resize_asked": recovery.ResizeAsked,
+    "resized": recovery.GroupResized,
     "checkpoint_asked": recovery.CheckpointAsked,
     "persisted": recovery.StatePersisted,
     "deadline_passed": recovery.DeadlinePassed,
@@ -94,6 +96,7 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
     recovery.NodeLost: {"boundary": 0, "name": "node 1"},
     recovery.StepDiffers: {"boundary": 0},
     recovery.ConnectionBroken: {"boundary": 0},
+    recovery.GroupResized: {"replicas": Replicas()},
     RankFrozen: {"digest": "same", "has_group": True},
     StateSent: {"digest": "same"},
     RankRepaired: {"digest": "same"},
@@ -129,6 +132,9 @@ class Scenario:
         """Events that one line stands for."""
         word, *pairs = shlex.split(line)
         given = dict(pair.split("=", 1) for pair in pairs)
+        if word == "resized":
+            assert self.job is not None, "the first line must be `job ranks=...`"
+            self.job = with_size(self.job, int(given.pop("ranks")))
         if word == "job":
             settings = {name: read_value(name, text) for name, text in given.items() if name != "ranks"}
             self.job = new_job(Settings(world_size=int(given["ranks"]), **settings))
@@ -170,8 +176,8 @@ class Scenario:
         values = {**DEFAULTS.get(event_type, {}), **values, "at_s": self.at_s}
         if "rank" in names and rank:
             values["rank"] = int(rank)
-        if event_type is recovery.ResumeAsked:
-            values = {"saved": read_saved(values["saved"]), "at_s": self.at_s}
+        if "saved" in names:
+            values["saved"] = read_saved(values["saved"])
         if "generation" in names:
             own = self.job.alone.get(int(rank)) if event_type is recovery.DeadlinePassed and rank else None
             values.setdefault("generation", (own or self.job).generation)
