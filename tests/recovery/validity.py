@@ -50,10 +50,9 @@ def validate(job: Job) -> None:
     assert job.incident is None or job.incident.id <= job.incident_count
     assert job.incident is None or job.phase not in QUIET
     assert job.incident is not None or job.phase in (*QUIET, *REQUESTED)
-    assert job.rewind_to is not None or not job.rewind_place
     if job.phase is JobPhase.RUNNING and not job.alone:  # else some ranks may be in a repair of their own
         assert job.lost == job.quiesced == ()
-        assert job.rewind_to is None
+        assert job.back_to is None
         assert not any(member.has_answers for member in job.members)
     for rank, own in job.alone.items():
         assert 0 <= rank < len(job.members)

@@ -6,15 +6,16 @@
 Files, lowest floor first: `shards`, `replicas` (which ranks hold the same, and which has diverged), `job_events`,
 `members` (the ranks, and counts of them), `job`; events that other nodes report, too, are in
 `ttprun.protocol.rank_events`;
-`phases` (how phases and incidents begin and end, orders, ways back), `ladder` (ways out of an incident);
-`repair`, `on_leave`, `on_loss`, `on_hang`, `on_request`, `takeover` (handlers);
+`origins` (where ranks get their state from), `phases` (how phases and incidents begin and end, orders, ways back),
+`ladder` (ways out of an incident);
+`repair`, `on_leave`, `on_loss`, `on_hang`, `on_request` (handlers);
 `alone` (ranks that are jobs of their own); `machine` (the table).
 Apart from these are `hangs` (which rank hangs, from `observations`) and `membership_policy` (which nodes train). Read
 TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.alone import is_alone
-from ttprun.recovery.job import RUNGS, Incident, Job, JobPhase, PhaseLimits, Settings, new_job
+from ttprun.recovery.job import RUNGS, Incident, Job, JobPhase, PhaseLimits, Settings, known_of, new_job, succeed
 from ttprun.recovery.job_events import (
     CheckpointAsked,
     ConnectionBroken,
@@ -62,4 +63,3 @@ from ttprun.recovery.phases import (
     UnexpectedStart,
 )
 from ttprun.recovery.repair import missing_from
-from ttprun.recovery.takeover import known_of, succeed

@@ -1,4 +1,4 @@
-"""The machine's state: settings, ranks, phase, open incident. Frozen data, no decisions.
+"""The machine's state: settings, ranks, phase, open incident; and how another agent takes it over. Frozen data.
 
 An incident is one fault and all that follows from it. The progress of a repair is in what each member has answered so
 far (`members`). Read `JobPhase` and `Job` first.
@@ -6,13 +6,13 @@ far (`members`). Read `JobPhase` and `Job` first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from ttprun.protocol.from_rank import RankFrozen
+from ttprun.protocol.meeting import GroupMembership, Known, Legacy
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job_events import Saved, UpgradeAsked
@@ -240,8 +240,8 @@ class Job:
     rewinds              the causes of rewinds to the current snapshot so far
     snapshot             boundary of the newest complete snapshot; None if there is none
     saved                checkpoints on disk from which all can resume, in the order of preference
-    rewind_to            boundary of the stored state from which all resume; 0: from the script's top; None: no rewind
-    rewind_place         directory of the checkpoint with that state; "": the snapshot, or none
+    back_to              the stored state from which all resume, its place "" for the snapshot; boundary 0: from the
+                         script's top; None: no rewind
     is_resumed           the current rewind is that of a new launch
     is_contradicted      in the open incident a replay has differed from the run: what others come to must be compared
     is_growing           nodes have come, and their ranks have not trained yet
@@ -275,8 +275,7 @@ class Job:
     rewinds: tuple[FaultIdentity, ...] = ()
     snapshot: int | None = None
     saved: tuple[Saved, ...] = ()
-    rewind_to: int | None = None
-    rewind_place: str = ""
+    back_to: Saved | None = None
     is_resumed: bool = False
     is_contradicted: bool = False
     is_growing: bool = False
@@ -347,8 +346,8 @@ class Job:
     @property
     def target(self) -> int | None:
         """The boundary at which all will resume: that of the stored state, or the survivors'; None: unknown."""
-        if self.rewind_to is not None:
-            return self.rewind_to
+        if self.back_to is not None:
+            return self.back_to.boundary
         return None if self.source is None else self.source.boundary
 
     @property
@@ -362,26 +361,6 @@ class Job:
     def quiesced(self) -> tuple[int, ...]:
         """Survivors that are quiesced."""
         return tuple(member.rank for member in self.members if member.frozen is not None)
-
-    def sources_of(self, ranks: Collection[int]) -> dict[int, int]:
-        """Lost rank -> the lowest quiesced survivor that holds its state, else itself if its own state is mirrored.
-
-        ranks   lost ones; those whose state nobody holds are left out
-        """
-        quiesced = (member.rank for member in self.members if member.frozen is not None)
-        sources: dict[int, int] = {}
-        if self.settings.are_replicas_declared:
-            sources = {rank: first for first in islice(quiesced, 1) for rank in ranks}
-        elif not self.replicas.has_collective_steps:
-            sources = self.replicas.sources(ranks, quiesced)
-        return {rank: rank for rank in ranks if rank in self.replicas.mirrored} | sources
-
-    def alike(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """These ranks, grouped by replicated state."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in ranks:
-            groups.setdefault(self.replicas.of(rank), []).append(rank)
-        return [tuple(members) for members in groups.values()]
 
     def with_member(self, rank: int, **changes: Any) -> Job:
         """The job with one member changed."""
@@ -411,3 +390,72 @@ def fresh_members(settings: Settings) -> Members:
 def name_ranks(ranks: tuple[int, ...]) -> str:
     """ "rank 2", or "ranks 0, 3"."""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
+
+def known_of(job: Job, why_no_checkpoints: str) -> Known:
+    """What another leader would have to know of a job, beside what its ranks report."""
+    replicas = job.replicas
+    return Known(
+        incidents=job.incident_count,
+        restarts=job.restarts,
+        unprotected=job.unprotected_reason,
+        compared_at=replicas.compared_at,
+        differing=dict(replicas.differing),
+        shards=dict(replicas.shards),
+        names=dict(replicas.names),
+        mirrored=tuple(sorted(replicas.mirrored)),
+        has_collective_steps=replicas.has_collective_steps,
+        why_no_checkpoints=why_no_checkpoints,
+        saved={checkpoint.place: checkpoint.boundary for checkpoint in job.saved},
+    )
+
+
+def succeed(settings: Settings, legacies: Iterable[Legacy], generation: int, known: Known) -> Job:
+    """The running job for another agent, after the leader is lost; what its ranks have lost is yet to be reported.
+
+    An incident that was open is not continued: it is repaired in a new generation.
+
+    legacies     one for each rank, in any order
+    generation   the newest that any agent knows of
+
+    Raises ValueError if a rank is missing.
+    """
+    by_rank = {legacy.rank: legacy for legacy in legacies}
+    missing = [rank for rank in range(settings.world_size) if rank not in by_rank]
+    if missing:
+        raise ValueError(f"nothing is known of rank {missing[0]}")
+    reasons = (
+        legacy.unprotected.within(f"rank {legacy.rank} is not protected ({legacy.unprotected})")
+        for legacy in by_rank.values()
+        if legacy.unprotected
+    )
+    replicas = Replicas(
+        compared_at=known.compared_at,
+        differing=known.differing,
+        shards=known.shards,
+        names=known.names,
+        mirrored=frozenset(known.mirrored),
+        has_collective_steps=known.has_collective_steps,
+    )
+    return Job(
+        settings=settings,
+        members=Members.of(_member_of(by_rank[rank]) for rank in range(settings.world_size)),
+        generation=generation,
+        incident_count=known.incidents,
+        restarts=known.restarts,
+        unprotected_reason=known.unprotected or next(reasons, Reason()),
+        replicas=replicas,
+        saved=tuple(Saved(boundary, place) for place, boundary in known.saved.items()),
+    )
+
+
+def _member_of(legacy: Legacy) -> Member:
+    return Member(
+        rank=legacy.rank,
+        pid=None if legacy.is_finished else legacy.pid,
+        life=RankState.FINISHED if legacy.is_finished else RankState.LIVE,
+        is_protected=legacy.is_protected,
+        membership=legacy.membership,
+        has_joined=legacy.membership is GroupMembership.JOINED,
+        hindrance=legacy.hindrance,
+    )

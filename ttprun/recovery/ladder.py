@@ -6,7 +6,6 @@ reason for the operator: why it is taken, and the first fault.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from ttprun.protocol.process_orders import Action, KillRank, SpawnRank
@@ -14,9 +13,23 @@ from ttprun.protocol.rank_events import MismatchFound
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.alone import as_own
-from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
+from ttprun.recovery.job import RUNGS, Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.job_events import Saved
 from ttprun.recovery.members import Member
+from ttprun.recovery.origins import (
+    ANEW,
+    FROM_TOP,
+    NOTHING_LEFT,
+    Place,
+    Refusal,
+    in_memory,
+    may_rewind,
+    on_disk,
+    plan,
+    steps_reached,
+    why_no_restart,
+    why_no_source,
+)
 from ttprun.recovery.phases import (
     HALT,
     UNDONE,
@@ -32,15 +45,11 @@ from ttprun.recovery.phases import (
     deadline_of,
     enter,
     go_back,
-    may_rewind,
     open_incident,
     reason_of,
-    steps_reached,
     what_sends_back,
     why_no_rewind,
 )
-
-_RESTARTS = "use --max-restarts N to start again from the top"
 
 
 def begin_attempt(job: Job, at_s: float) -> Result:
@@ -53,7 +62,7 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     is replaced: it may be anywhere between the top of the script and the boundary. If no survivor is left during a
     rewind, all rewind again. If no other rank holds a lost rank's state, all rewind.
     """
-    if job.rewind_to is not None and (not job.survivors or why_no_source(job, job.lost, job.survivors)):
+    if job.back_to is not None and (not job.survivors or why_no_source(job, job.lost, job.survivors)):
         return begin_rewind(job, at_s)
     job = replace(job, generation=job.generation + 1)
     spawns: list[Action] = []
@@ -69,26 +78,10 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     job = replace(job, members=job.members.with_changed(lost).with_each(Member.with_answers_forgotten))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *spawns, deadline_of(job, JobPhase.FREEZING))
-    job = replace(job, rewind_to=None, rewind_place="", leaving=())
+    job = replace(job, back_to=None, leaving=())
     rung = "replace" if any(not member.is_rerun for member in job.replacements) else "rerun"
     rung = "resize" if job.is_upgrading else rung if job.lost else "reconnect"
     return enter(job, JobPhase.FREEZING, at_s, actions, rung=rung, **UNDONE)
-
-
-def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> Reason:
-    """Why some of these ranks could not be repaired from others, or from their own mirrors; "" if all can.
-
-    among   ranks that could be sources
-    """
-    if job.settings.are_replicas_declared:
-        return Reason()
-    alone = tuple(rank for rank in ranks if rank not in job.replicas.mirrored)
-    if alone and job.replicas.has_collective_steps:
-        return Reason(
-            "state-of-one-rank",
-            f"the optimizer communicates inside step(), and the state of {name_ranks(alone)} is not mirrored",
-        )
-    return job.replicas.why_no_sources(alone, among)
 
 
 def drain(job: Job, at_s: float, why: Reason) -> Result:
@@ -123,58 +116,31 @@ def take_lower_rung(
         job = open_incident(job, at_s, "checkpoint", "all waited for a checkpoint", detect_s=0.0)
     job = job if is_replayable or job.is_resumed else replace(job, is_contradicted=True)
     if job.count("without node"):  # they cannot have processes
-        job = replace(job, rewind_to=None, rewind_place="")
+        job = replace(job, back_to=None)
         return leave_group(job, at_s, why, is_trusted)
-    if job.rewind_to is not None:
+    if job.back_to is not None:
         return leave_way_back(job, at_s, why, is_refusal)
-    snapshot = job.snapshot
-    if snapshot is not None and may_rewind(job):
+    return go_to_stored(job, at_s, why, is_trusted)
+
+
+def go_to_stored(job: Job, at_s: float, why: Reason, is_trusted: bool) -> Result:
+    """All ranks, or the one that is alone, get new processes, and the best that outlives theirs; else they end.
+
+    why, is_trusted   as for `take_lower_rung`; without a reason: that nothing better is left
+    """
+    given = plan(job, (*in_memory(job), FROM_TOP), job.settings.rungs - {"restart"})
+    if isinstance(given, Refusal):
+        return leave_group(job, at_s, why or given.why, is_trusted)
+    origin = next(iter(given.values()))
+    if origin.place is Place.SNAPSHOT:
         why_hopeless = why_no_rewind(job) or why_too_many_incidents(job)
         if why_hopeless:
             return fail_job(job, at_s, why_hopeless.within(f"{why_hopeless}: {why}"), has_progress=False, rung="fail")
         job = replace(job, rewinds=(*job.rewinds, what_sends_back(job)))
-        return go_back(job, at_s, Saved(snapshot, place=""), reason_of(job, why))
-    if may_begin_anew(job):
-        return begin_anew(job, at_s, why)
-    return leave_group(job, at_s, why or why_not_alone(job), is_trusted)
-
-
-def why_not_alone(job: Job) -> Reason:
-    """Why a lost rank that is alone cannot be repaired, if there is no other reason."""
-    if job.snapshot is not None:
-        return Reason("switched-off", f"going back to its step {job.snapshot} is switched off (rungs)")
-    if any(member.has_joined for member in job.replacements):
-        return Reason(
-            "no-survivor",
-            "nothing of its state is left, and it cannot start anew: the others made a process group with it before",
-        )
-    return Reason("no-survivor", "nothing of its state is left")
-
-
-def may_begin_anew(job: Job) -> bool:
-    """Whether a lost rank that is alone can run the script from its top, while the others continue.
-
-    A rank that was in a process group would wait there for the others. If it is the only rank of the job and has taken
-    a step, that is a restart of the group instead.
-    """
-    if not job.settings.is_alone or not job.lost:
-        return False
-    has_others = job.settings.world_size > 1
-    if has_others and any(member.has_joined for member in job.replacements):
-        return False
-    steps = steps_reached(job)
-    return (has_others or steps == 0) and ("rewind" if steps else "replace") in job.settings.rungs
-
-
-def begin_anew(job: Job, at_s: float, why: Reason) -> Result:
-    """The lost rank runs the script from its top.
-
-    why   for the operator; "" if it had not taken a step
-    """
-    if steps_reached(job):
-        why = why or why_not_alone(job)
+    elif steps_reached(job):
+        why = why or origin.why or NOTHING_LEFT
         why = why.within(f"{why}; it starts anew")
-    return go_back(job, at_s, Saved(0, place=""), reason_of(job, why))
+    return go_back(job, at_s, origin.stored, reason_of(job, why))
 
 
 def leave_way_back(job: Job, at_s: float, why: Reason, is_refusal: bool) -> Result:
@@ -184,40 +150,36 @@ def leave_way_back(job: Job, at_s: float, why: Reason, is_refusal: bool) -> Resu
     why          it has failed, for the operator
     is_refusal   a check has refused the state, and would do so again; False: processes were lost on the way
     """
-    boundary, place = job.rewind_to, job.rewind_place
-    job = replace(job, rewind_to=None, rewind_place="")
+    failed = job.back_to or ANEW
+    job = replace(job, back_to=None)
     if not job.is_resumed:  # why all have gone back is void: only why they could not counts
         job = job.with_incident(reason=Reason(text=job.cause))
-    if not boundary:
+    if failed == ANEW:
         return leave_group(job, at_s, why.within(f"starting anew failed: {why}"))
-    if job.is_growing and place:
-        return let_newcomers_leave(job, at_s, Saved(boundary, place), why)
+    if job.is_growing and failed.place:
+        job = replace(job, is_growing=False, is_contradicted=False)
+        reason = reason_of(job, why.within(f"{why}; the nodes that came last leave"))
+        return regroup(job, at_s, failed, reason, is_back=True)
     is_trusted = not job.is_contradicted  # else some have come to their places with other variables
-    if not place:
-        why = why.within(f"going back to the snapshot of step {boundary} failed: {why}")
-        job = replace(job, snapshot=None)
-        return begin_anew(job, at_s, why) if may_begin_anew(job) else leave_group(job, at_s, why, is_trusted)
-    note = NoteUnusable(place, str(why), is_refusal)
-    job = replace(job, saved=tuple(checkpoint for checkpoint in job.saved if checkpoint.place != place))
-    why = why.within(f"the run cannot resume from the checkpoint of step {boundary}: {why}")
+    if not failed.place:
+        why = why.within(f"going back to the snapshot of step {failed.boundary} failed: {why}")
+        return go_to_stored(replace(job, snapshot=None), at_s, why, is_trusted)
+    note = NoteUnusable(failed.place, str(why), is_refusal)
+    job = replace(job, saved=tuple(saved for saved in job.saved if saved != failed))
+    why = why.within(f"the run cannot resume from the checkpoint of step {failed.boundary}: {why}")
     whole = why if job.is_resumed else reason_of(job, why)
+    given = plan(job, (*on_disk(job), FROM_TOP) if job.is_resumed else on_disk(job), RUNGS)
     if not is_refusal:
-        why = why.within(f"{why}; its state is still saved: {place}")
+        why = why.within(f"{why}; its state is still saved: {failed.place}")
         job, actions = fail_job(job, at_s, why, rung="fail")
-    elif job.saved:
-        to = job.saved[0]
-        job, actions = go_back(job, at_s, to, whole.within(f"{whole}; all resume from the one of step {to.boundary}"))
-    elif job.is_resumed and job.settings.begins_anew:
-        to = Saved(0, place="")
-        job, actions = go_back(job, at_s, to, whole.within(f"{whole}; no other can be used, so the script starts anew"))
+    elif not isinstance(given, Refusal):
+        to = given[0].stored
+        how = "no other can be used, so the script starts anew"
+        how = f"all resume from the one of step {to.boundary}" if to.place else how
+        job, actions = go_back(job, at_s, to, whole.within(f"{whole}; {how}"))
     elif job.is_resumed:
-        job, actions = fail_job(
-            job,
-            at_s,
-            why.within(f"{why}; --resume auto takes another, --resume off starts anew"),
-            has_progress=False,
-            rung="fail",
-        )
+        why = why.within(f"{why}; {given.why}")
+        job, actions = fail_job(job, at_s, why, has_progress=False, rung="fail")
     else:
         job, actions = leave_group(job, at_s, why, is_trusted)
     return job, (note, *actions)
@@ -254,19 +216,13 @@ def leave_group(job: Job, at_s: float, why: Reason, is_trusted: bool = True, goe
     )
     stands_at_start = job.source is not None and job.source.boundary == 0
     is_of_use = (goes_on and not stands_at_start) or not ending.is_restart or settings.saves_before_restart
+    return end_with(job, at_s, ending, is_trusted and is_of_use)
+
+
+def end_with(job: Job, at_s: float, ending: Ending, is_saved: bool = True) -> Result:
+    """The job, or its processes, end so, after its state has been written if that is possible, and wanted."""
     job = replace(job, ending=ending)
-    return begin_persisting(job, at_s) if is_trusted and is_of_use and may_persist(job) else end_job(job, at_s)
-
-
-def why_no_restart(job: Job) -> Reason:
-    """Why the script cannot be started from its top again; "" if it can."""
-    if "restart" not in job.settings.rungs:
-        return Reason("switched-off", "restarting the group is switched off (rungs)")
-    if job.settings.max_restarts is not None and job.restarts >= job.settings.max_restarts:
-        limit = job.settings.max_restarts
-        said = f"--max-restarts {limit} is used up" if limit else f"--max-restarts is 0; {_RESTARTS}"
-        return Reason("no-restart-left", said)
-    return Reason()
+    return begin_persisting(job, at_s) if is_saved and may_persist(job) else end_job(job, at_s)
 
 
 def may_go_on_from_saved_state(job: Job) -> bool:
@@ -302,9 +258,7 @@ def fail_job(
     is_fault   False: the user or the scheduler ends it
     """
     reason = reason_of(job, why) if is_fault else stopped_by(job, why)
-    ending = Ending(reason=reason, has_progress=has_progress, is_fault=is_fault, rung=rung)
-    job = replace(job, ending=ending)
-    return begin_persisting(job, at_s) if may_persist(job) else end_job(job, at_s)
+    return end_with(job, at_s, Ending(reason=reason, has_progress=has_progress, is_fault=is_fault, rung=rung))
 
 
 def stopped_by(job: Job, why: Reason) -> Reason:
@@ -319,16 +273,17 @@ def end_job(job: Job, at_s: float) -> Result:
     """End the job, or the current processes, as `job.ending` says; or all resume from the newest saved state."""
     ending = job.ending
     assert ending is not None
-    is_without_node = bool(job.count("without node"))
-    if ending.goes_on and job.saved and not job.finished and (job.settings.is_elastic or not is_without_node):
-        newest = job.saved[0]
+    given = plan(job, on_disk(job) if ending.goes_on and not job.finished else (), RUNGS)
+    if not isinstance(given, Refusal):
+        newest = given[0].stored
         if job.went_back_to is None or newest.boundary > job.went_back_to:
             why = ending.why.within(f"{ending.why}; all resume from the state saved at step {newest.boundary}")
+            is_without_node = job.count("without node")
             return regroup(job, at_s, newest, why) if is_without_node else go_back(job, at_s, newest, why)
         why = ending.reason.within(f"{ending.reason}; no step completed since the restart at step {job.went_back_to}")
         ending = replace(ending, reason=why, has_progress=ending.has_progress and ending.is_restart)
     if ending.is_restart and job.settings.is_elastic:
-        return regroup(job, at_s, Saved(0, place=""), ending.reason)
+        return regroup(job, at_s, ANEW, ending.reason)
     if ending.is_restart:
         actions = (RestartGroup(ending.reason),)
         return enter(
@@ -339,26 +294,15 @@ def end_job(job: Job, at_s: float) -> Result:
     return enter(job, JobPhase.FAILED, at_s, (order,), outcome="failed", reason=ending.reason, **changes)
 
 
-def regroup(job: Job, at_s: float, to: Saved, why: Reason) -> Result:
+def regroup(job: Job, at_s: float, to: Saved, why: Reason, is_back: bool = False) -> Result:
     """Rung "resize": all ranks end, and the group starts again on the nodes that are there.
 
-    to   what they resume from; boundary 0: they run the script from its top
+    to        what they resume from; boundary 0: they run the script from its top
+    is_back   without the nodes that came last, which cannot take part
     """
-    order = Regroup(to.place, to.boundary, why)
+    order = Regroup(to.place, to.boundary, why, is_back)
     rung = "resize" if to.place else "restart"
     return enter(replace(job, ending=None), JobPhase.RESTARTING, at_s, (order,), rung=rung, reason=why)
-
-
-def let_newcomers_leave(job: Job, at_s: float, to: Saved, why: Reason) -> Result:
-    """The nodes that came last cannot take part: the others, which have written the checkpoint, go on without them.
-
-    to    from which they could not resume together
-    why   they could not, for the operator
-    """
-    job = replace(job, ending=None, is_growing=False, is_contradicted=False)
-    reason = reason_of(job, why.within(f"{why}; the nodes that came last leave"))
-    order = Regroup(to.place, to.boundary, reason, is_back=True)
-    return enter(job, JobPhase.RESTARTING, at_s, (order,), rung="resize", reason=reason)
 
 
 def may_persist(job: Job) -> bool:
@@ -396,7 +340,7 @@ def begin_persisting(job: Job, at_s: float) -> Result:
 
     If no rank lives, what is kept of them in shared memory is written.
     """
-    job = replace(job, generation=job.generation + 1, persists_at=None, rewind_to=None, rewind_place="")
+    job = replace(job, generation=job.generation + 1, persists_at=None, back_to=None)
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
     job = replace(job, members=job.members.with_each(Member.with_answers_forgotten))
@@ -415,9 +359,7 @@ def cost_of_a_loss(job: Job) -> str:
     """Completes "if a rank is lost, ", for a job whose ranks cannot be replaced."""
     if may_rewind(job):
         return f"all ranks go back to the snapshot of step {job.snapshot}, and the steps since then are lost"
-    settings = job.settings
-    is_limited = settings.max_restarts is not None
-    if "restart" in settings.rungs and (not is_limited or job.restarts < (settings.max_restarts or 0)):
+    if not why_no_restart(job):
         return "all ranks start again from the top of the script, and what it has not saved itself is lost"
     # Else no launch could resume from what is saved: no replay reaches it, or the lost rank's own part is missing.
     if may_persist(job) and not job.hindrance and not job.replicas.needs_snapshots:

@@ -1,4 +1,4 @@
-"""Handlers for ranks that hang or diverge, deadlines that pass, and connections that break.
+"""Handlers for ranks that hang or diverge, deadlines that pass, connections that break, a supervisor that fails.
 
 A process that does not answer is treated like one that has ended: it is killed, and its rank is lost. Read
 `who_is_guilty` first.
@@ -12,9 +12,10 @@ from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
-from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed, RankDiverged, RankHung
+from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed, RankDiverged, RankHung, SupervisorRenewed
 from ttprun.recovery.ladder import (
     begin_attempt,
+    begin_persisting,
     drain,
     end_job,
     fail_job,
@@ -26,9 +27,13 @@ from ttprun.recovery.on_leave import give_up_replacing, on_broken_by_leaver
 from ttprun.recovery.on_loss import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
+    FailJob,
+    FinishJob,
+    RestartGroup,
     Result,
     add_fault,
     deadline_of,
+    enter,
     open_incident,
     unchanged,
 )
@@ -79,7 +84,7 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
     if job.phase is JobPhase.RESUMING and not event.silent and all(is_slow_there(job, rank) for rank in guilty):
         return job, (deadline_of(job, job.phase),)
     is_anyone_unstarted = any(job.members[rank].pid is None for rank in job.survivors)
-    is_anyone_left = bool({*job.survivors} - {*guilty}) or job.rewind_to is not None
+    is_anyone_left = bool({*job.survivors} - {*guilty}) or job.back_to is not None
     if is_anyone_unstarted or not is_anyone_left:
         return take_lower_rung(
             job,
@@ -135,7 +140,7 @@ def who_is_awaited(job: Job) -> tuple[int, ...]:
 
 def is_last_survivor(job: Job, rank: int) -> bool:
     """Whether only this rank is left to repair others from: it is not ended for its silence before its deadline."""
-    return job.incident is not None and job.rewind_to is None and bool(job.lost) and job.survivors == (rank,)
+    return job.incident is not None and job.back_to is None and bool(job.lost) and job.survivors == (rank,)
 
 
 def where_the_job_stands(job: Job) -> int:
@@ -273,3 +278,56 @@ def try_again(job: Job, at_s: float, fault: Reason, what_for: str, is_free: bool
             job, at_s, fault.within(said) if fault.kind else Reason("recovery-failed", said), is_refusal=False
         )
     return begin_attempt(job.with_incident(attempt=attempt), at_s)
+
+
+def on_renewed_in_repair(job: Job, event: SupervisorRenewed) -> Result:
+    """Another attempt, if one is left: with new processes where those that were requested have not been seen.
+
+    The job itself is whole: it is what the recorded events come to. But some orders of the newest event may not have
+    been carried out. So what was going on is ordered again; in RUNNING that is nothing.
+    """
+    job = with_spawns_forgotten(job)
+    if job.ending is not None:  # all have resumed only to end by themselves
+        return begin_persisting(job, event.at_s)
+    return try_again(job, event.at_s, why_renewed(event), "repair the job")
+
+
+def with_spawns_forgotten(job: Job) -> Job:
+    """The job without the requests for processes that have not come yet."""
+
+    def change(member: Member) -> Member:
+        is_waiting = member.pid is None and member.spawn_asked_at_s is not None
+        return replace(member, spawn_asked_at_s=None) if is_waiting else member
+
+    return replace(job, members=job.members.with_each(change))
+
+
+def why_renewed(event: SupervisorRenewed) -> Reason:
+    """What has failed, for the operator."""
+    return Reason("ttprun-error", f"ttprun's supervisor failed and was made anew ({event.reason})")
+
+
+def on_renewed_while_persisting(job: Job, event: SupervisorRenewed) -> Result:
+    """All quiesce again, and write."""
+    return begin_persisting(job, event.at_s)
+
+
+def on_renewed_while_draining(job: Job, event: SupervisorRenewed) -> Result:
+    """The deadline for ranks that may finish begins again."""
+    return enter(job, JobPhase.DRAINING, event.at_s, (deadline_of(job, JobPhase.DRAINING),))
+
+
+def on_renewed_while_restarting(job: Job, event: SupervisorRenewed) -> Result:
+    """The group is to be restarted, which the agent may not have heard."""
+    return job, (RestartGroup(job.incident.reason if job.incident is not None else why_renewed(event)),)
+
+
+def on_renewed_when_done(job: Job, event: SupervisorRenewed) -> Result:
+    """All scripts have reached their end, which the agent may not have heard."""
+    return job, (FinishJob(),)
+
+
+def on_renewed_when_failed(job: Job, event: SupervisorRenewed) -> Result:
+    """The job has failed, which the agent may not have heard."""
+    why = job.ending.reason if job.ending is not None else why_renewed(event)
+    return job, (FailJob(why),)

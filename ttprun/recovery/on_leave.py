@@ -23,15 +23,13 @@ from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed
 from ttprun.recovery.ladder import (
-    begin_persisting,
     drain,
-    end_job,
+    end_with,
     finish_job,
-    may_persist,
     take_lower_rung,
-    why_no_restart,
 )
 from ttprun.recovery.members import Member, RankState
+from ttprun.recovery.origins import why_no_restart
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     UNDONE,
@@ -138,14 +136,8 @@ def end_without_leavers(job: Job, at_s: float) -> Result:
     )
     job = replace(job, cause=fault).with_incident(kind=LEFT, ranks=leavers, reason=Reason(text=fault))
     why_not = why_no_restart(job)
-    ending = Ending(
-        reason=Reason(text=fault),
-        rung="fail" if why_not else "restart",
-        is_restart=not why_not,
-        why=Reason(text=fault),
-    )
-    job = replace(job, ending=ending)
-    return begin_persisting(job, at_s) if may_persist(job) else end_job(job, at_s)
+    rung, reason = "fail" if why_not else "restart", Reason(text=fault)
+    return end_with(job, at_s, Ending(reason=reason, rung=rung, is_restart=not why_not, why=reason))
 
 
 def give_up_replacing(
@@ -264,7 +256,7 @@ def begin_shrinking(job: Job, at_s: float, why: Reason) -> Result:
     leavers = (
         replace(job.members[rank], pid=None, life=RankState.AWAY, is_rerun=False, is_protected=False) for rank in newly
     )
-    job = replace(job.with_members(*leavers), generation=job.generation + 1, rewind_to=None)
+    job = replace(job.with_members(*leavers), generation=job.generation + 1, back_to=None)
     job = replace(job, members=job.members.with_each(Member.with_answers_forgotten))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *kills, deadline_of(job, JobPhase.FREEZING))

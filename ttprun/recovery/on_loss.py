@@ -17,19 +17,17 @@ from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fr
 from ttprun.recovery.job_events import GroupRestarted, NodeLost, RankDiverged, RankHung, RanksCompared, StepDiffers
 from ttprun.recovery.ladder import (
     begin_attempt,
-    begin_persisting,
     drain,
     end_job,
+    end_with,
     fail_job,
     finish_job,
-    may_persist,
     take_lower_rung,
-    why_no_restart,
-    why_no_source,
     why_too_many_incidents,
 )
 from ttprun.recovery.members import RankState
 from ttprun.recovery.on_leave import end_drain, give_up_replacing, let_others_finish, mark_finished
+from ttprun.recovery.origins import why_no_restart, why_no_source
 from ttprun.recovery.phases import (
     CONNECTION,
     RESUME,
@@ -75,7 +73,7 @@ def on_compared(job: Job, event: RanksCompared) -> Result:
 def on_compared_in_repair(job: Job, event: RanksCompared) -> Result:
     """The repair continues only if each lost rank still has a source."""
     job, _ = on_compared(job, event)
-    why_not = why_no_source(job, job.lost, job.quiesced) if job.rewind_to is None else Reason()
+    why_not = why_no_source(job, job.lost, job.quiesced) if job.back_to is None else Reason()
     return take_lower_rung(job, event.at_s, why_not) if why_not else (job, ())
 
 
@@ -169,9 +167,7 @@ def fail_for_good(job: Job, event: LossEvent) -> Result:
     again = CRASH if isinstance(event, RankExited) and event.crashed_at else AGAIN
     if not why_no_restart(job):
         why = reason_of(job, again)
-        ending = Ending(reason=why, rung="restart", is_restart=True, why=why)
-        job = replace(job, ending=ending)
-        return begin_persisting(job, event.at_s) if may_persist(job) else end_job(job, event.at_s)
+        return end_with(job, event.at_s, Ending(reason=why, rung="restart", is_restart=True, why=why))
     why = again if is_of_incident else NO_MEMORY if event.reason.startswith("MemoryError") else OF_SCRIPT
     return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
 
@@ -296,8 +292,7 @@ def with_new_ranks(job: Job) -> Job:
         replicas=UNKNOWN,
         rewinds=(),
         snapshot=None,
-        rewind_to=None,
-        rewind_place="",
+        back_to=None,
         is_resumed=False,
         went_back_to=None,
         stood_at=None,
@@ -314,7 +309,7 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
     process group raise one when a peer is lost.
     """
     is_rerun = isinstance(event, RankFaulted) and may_rerun(job, event.rank)
-    is_going_back = job.rewind_to is not None and not {*job.survivors} - {*ranks_of(event)}
+    is_going_back = job.back_to is not None and not {*job.survivors} - {*ranks_of(event)}
     needs_process = not is_rerun or any(member.needs_process for member in job.replacements)
     why_not = why_not_protected(job, needs_process and not is_going_back) or why_not_replayed(job, event)
     was_survivor = any(job.members[rank].life is RankState.LIVE for rank in ranks_of(event))
@@ -344,9 +339,9 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
                 "ranks-have-finished", f"{name_ranks(job.finished)} finished before, so the group cannot be built again"
             ),
         )
-    if job.settings.is_alone and job.rewind_to is None:
+    if job.settings.is_alone and job.back_to is None:
         return take_lower_rung(job, at_s, Reason())
-    if not job.survivors and job.rewind_to is None:
+    if not job.survivors and job.back_to is None:
         return take_lower_rung(job, at_s, Reason("no-survivor", "all ranks of the group were lost"))
     if attempt > job.settings.max_attempts:
         return give_up_replacing(
@@ -375,7 +370,7 @@ def why_not_replayed(job: Job, event: LossEvent) -> Reason:
     """Why no replay would reach a lost rank's boundary; "" if one may, or need not."""
     if job.settings.is_alone and job.snapshot is not None:
         return Reason()
-    if event.boundary == 0 or job.rewind_to is not None:
+    if event.boundary == 0 or job.back_to is not None:
         return Reason()
     return next(filter(None, (job.members[rank].hindrance for rank in ranks_of(event))), Reason())
 

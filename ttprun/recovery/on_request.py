@@ -50,7 +50,6 @@ from ttprun.recovery.ladder import (
     holds_state,
     regroup,
     stopped_by,
-    why_no_source,
     why_not_saved,
 )
 from ttprun.recovery.members import RankState
@@ -66,6 +65,7 @@ from ttprun.recovery.on_loss import (
     with_new_ranks,
     without_nodes,
 )
+from ttprun.recovery.origins import steps_reached, why_no_source
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     HALT,
@@ -79,7 +79,6 @@ from ttprun.recovery.phases import (
     go_back,
     open_incident,
     open_resume,
-    steps_reached,
     unchanged,
 )
 from ttprun.recovery.repair import is_anyone_moving, why_survivors_disagree

@@ -22,7 +22,7 @@ from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import NOBODY, WINDOW_S, FaultIdentity, FaultsTold, Incident, Job, JobPhase, Opening
 from ttprun.recovery.job_events import Saved
-from ttprun.recovery.members import RankState
+from ttprun.recovery.origins import steps_reached, who_goes_back
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -292,20 +292,12 @@ class UnexpectedStart(MachineError):
     """A process was started for a rank that has one, or has finished: the rank's real process would go unwatched."""
 
 
-def may_rewind(job: Job) -> bool:
-    """Whether all ranks can rewind to a snapshot."""
-    if job.snapshot is None or job.unprotected_reason or job.finished:
-        return False
-    is_free = job.settings.is_alone and job.snapshot >= steps_reached(job)
-    return ("replace" if is_free else "rewind") in job.settings.rungs
-
-
 def go_back(job: Job, at_s: float, to: Saved, why: Reason) -> Result:
     """All ranks resume from a stored state; with boundary 0 they start from the top.
 
     why   for the operator
     """
-    job = replace(job.with_incident(reason=why), rewind_to=to.boundary, rewind_place=to.place, ending=None)
+    job = replace(job.with_incident(reason=why), back_to=to, ending=None)
     if to.place or not to.boundary:  # the reason held for the old processes
         job = replace(job, unprotected_reason=Reason())
     if to.place and not job.is_resumed:
@@ -338,30 +330,24 @@ def begin_rewind(job: Job, at_s: float) -> Result:
     Rung "restart" if that is a checkpoint that this job has saved because nothing else was possible; "replace" if a
     rank that is alone returns to its newest step.
     """
-    boundary = job.rewind_to
-    assert boundary is not None
+    assert job.back_to is not None
+    boundary, place = job.back_to.boundary, job.back_to.place
     job = replace(job, generation=job.generation + 1)
     is_alone = job.settings.is_alone
     where = f"all ranks go back to step {boundary}" if boundary else "all ranks start anew"
     if is_alone:
         where = f"it goes back to step {boundary}" if boundary else "it starts anew"
-    present = [member for member in job.members if not is_alone or member.life is not RankState.AWAY]
+    present = [job.members[rank] for rank in who_goes_back(job)]
     kills = tuple(KillRank(member.rank, where) for member in present if member.pid is not None)
     unasked = [member.rank for member in present if member.pid is not None or member.spawn_asked_at_s is None]
     job = job.with_members(*(member.as_lost(at_s) for member in present))
     job = replace(job, persists_at=None)
     spawns = (SpawnRank(rank, job.generation) for rank in unasked)
     ranks = tuple(member.rank for member in present)
-    actions = (*kills, Rewind(ranks, boundary, job.rewind_place), *spawns, deadline_of(job, JobPhase.REPLAYING))
-    rung = "restart" if job.rewind_place and not job.is_resumed else "rewind"
+    actions = (*kills, Rewind(ranks, boundary, place), *spawns, deadline_of(job, JobPhase.REPLAYING))
+    rung = "restart" if place and not job.is_resumed else "rewind"
     if rung == "restart" and job.incident is not None and job.incident.rung == "resize":
         rung = "resize"
-    if is_alone and not job.rewind_place and boundary >= steps_reached(job):
+    if is_alone and not place and boundary >= steps_reached(job):
         rung = "replace"
     return enter(job, JobPhase.REPLAYING, at_s, actions, rung=rung, **UNDONE | {"boundary": boundary})
-
-
-def steps_reached(job: Job) -> int:
-    """Optimizer steps that lost ranks had completed when the fault came, as far as it is known."""
-    reached = [fault.boundary for fault in job.faults] if job.stood_at is None else [job.stood_at]
-    return max(reached, default=0)

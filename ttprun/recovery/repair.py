@@ -15,8 +15,9 @@ from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
 from ttprun.recovery.job import Job, JobPhase, name_ranks
-from ttprun.recovery.ladder import end_job, leave_group, take_lower_rung, why_no_source
+from ttprun.recovery.ladder import end_job, leave_group, take_lower_rung
 from ttprun.recovery.members import Member, RankState
+from ttprun.recovery.origins import ANEW, Refusal, from_others, steps_reached, why_no_source
 from ttprun.recovery.phases import (
     FinishJob,
     LetNodeGo,
@@ -24,7 +25,6 @@ from ttprun.recovery.phases import (
     UnexpectedStart,
     deadline_of,
     enter,
-    steps_reached,
     unchanged,
 )
 
@@ -132,7 +132,7 @@ def why_survivors_disagree(job: Job) -> Reason:
     if len({answer.boundary for answer in frozen}) > 1:
         places = ", ".join(f"rank {answer.rank} at step {answer.boundary}" for answer in frozen)
         return Reason("survivors-disagree", f"the surviving ranks are at different steps: {places}")
-    for ranks in job.alike(job.quiesced):
+    for ranks in job.replicas.alike(job.quiesced):
         of_alike = [answer for rank in ranks if (answer := job.members[rank].frozen) is not None]
         if len({answer.digest for answer in of_alike}) > 1:
             digests = ", ".join(f"rank {answer.rank} has {answer.digest or 'none'}" for answer in of_alike)
@@ -157,7 +157,7 @@ def order_replays(job: Job, ranks: Collection[int]) -> tuple[Job, tuple[Replay, 
     ready = [member for member in members if member.pid is not None and not member.has_orders]
     if target is None or not ready:
         return job, ()
-    sources = {} if job.rewind_to is not None else job.sources_of([member.rank for member in ready])
+    sources = sources_of(job, [member.rank for member in ready])
     orders = tuple(Replay(member.rank, job.generation, target, sources.get(member.rank)) for member in ready)
     return job.with_members(*(replace(member, has_orders=True) for member in ready)), orders
 
@@ -165,7 +165,7 @@ def order_replays(job: Job, ranks: Collection[int]) -> tuple[Job, tuple[Replay, 
 def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
     """A replacement has started, and the boundary is known; if all start from the top, resume after the last one."""
     job = note_process(job, event)
-    if job.rewind_to != 0:
+    if job.back_to != ANEW:
         return order_replays(job, (event.rank,) if job.members[event.rank].life is RankState.LOST else ())
     if job.count("must start"):
         return job, ()
@@ -194,15 +194,23 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
     return enter(job, JobPhase.TRANSFERRING, event.at_s, (*orders, deadline_of(job, JobPhase.TRANSFERRING)))
 
 
+def sources_of(job: Job, ranks: Collection[int]) -> dict[int, int]:
+    """Who gives each of these lost ranks its state, itself if it is its mirror; nobody, if all go back."""
+    given = {} if job.back_to is not None else from_others(job, ranks, job.quiesced)
+    if isinstance(given, Refusal):
+        return {}
+    return {rank: origin.source for rank, origin in given.items() if origin.source is not None}
+
+
 def order_transfers(job: Job, target: int) -> tuple[Job, tuple[LoadState | SendState | LoadMirror, ...]]:
     """Each source sends to the lost ranks of which it is a replica, the others load their mirrors.
 
     In a rewind all load the snapshot.
     """
-    if job.rewind_to is not None:
+    if job.back_to is not None:
         return job, (LoadState(job.lost, job.generation, target),)
     receivers: dict[int, list[int]] = {}
-    for rank, source in job.sources_of(job.lost).items():
+    for rank, source in sources_of(job, job.lost).items():
         receivers.setdefault(source, []).append(rank)
     loads = [LoadMirror(rank, job.generation, target) for rank in receivers if job.members[rank].life is RankState.LOST]
     senders = [
@@ -235,8 +243,8 @@ def end_transferring(job: Job, at_s: float) -> Result:
     if job.count("must load") or job.count("must send"):
         return job, ()
     source = job.source
-    if job.rewind_to is not None:
-        return end_loading(job, at_s, job.rewind_to)
+    if job.back_to is not None:
+        return end_loading(job, at_s, job.back_to.boundary)
     if source is None:
         return job, ()
     senders = [member for member in job.members if member.sends_to]
@@ -299,7 +307,7 @@ def end_loading(job: Job, at_s: float, boundary: int) -> Result:
     at_s       time of the event, monotonic
     boundary   of the snapshot, from which all resume
     """
-    for ranks in job.alike(job.lost):
+    for ranks in job.replicas.alike(job.lost):
         if len({job.members[rank].repaired_digest for rank in ranks}) > 1:
             loaded = ", ".join(f"rank {rank} {job.members[rank].repaired_digest}" for rank in ranks)
             return take_lower_rung(
@@ -344,18 +352,18 @@ def end_resuming(job: Job, at_s: float) -> Result:
     reissue_s = at_s - job.phase_since_s - (rebuild_s or 0.0)
     steps_lost = steps_lost_by_rewinding(job)
     members = job.members.with_each(Member.with_answers_forgotten)
-    job = replace(job, members=members, rewind_to=None, rewind_place="", is_resumed=False, stood_at=None)
+    job = replace(job, members=members, back_to=None, is_resumed=False, stood_at=None)
     phase, actions = (JobPhase.RUNNING, ()) if job.count("live") else (JobPhase.DONE, (FinishJob(),))
     return enter(job, phase, at_s, actions, outcome="recovered", steps_lost=steps_lost, reissue_s=reissue_s)
 
 
 def steps_lost_by_rewinding(job: Job) -> int:
     """Optimizer steps that were complete at the fault, and are after the snapshot or checkpoint."""
-    if job.rewind_to is None:
+    if job.back_to is None:
         return 0 if job.source is None else job.source.boundary - stands_at(job, job.source)
     if job.is_resumed:
         return 0
-    return max(0, steps_reached(job) - job.rewind_to)
+    return max(0, steps_reached(job) - job.back_to.boundary)
 
 
 def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:

@@ -84,11 +84,6 @@ class Replicas:
             "state-of-one-rank", f"no single rank holds all that rank {rank} held ({in_short(self.all_names)})"
         )
 
-    def why_no_sources(self, ranks: Iterable[int], among: Collection[int]) -> Reason:
-        """The first reason why one of several ranks, none of them `among`, finds no source; "" if there is none."""
-        holdings = frozenset(map(self.of, among)) if self.compared_at is not None else frozenset()
-        return next((self.why_no_source(rank, among) for rank in ranks if self.of(rank) not in holdings), Reason())
-
     def sources(self, ranks: Collection[int], among: Iterable[int]) -> dict[int, int]:
         """Rank -> the first of the others that holds all that it holds; without those of which none does."""
         if self.compared_at is None:
@@ -133,11 +128,6 @@ class Replicas:
         return frozenset(ranks[0] for ranks in self.groups if len(ranks) == 1)
 
     @property
-    def has_single_holders(self) -> bool:
-        """Some rank holds what no other one does."""
-        return bool(self.single_holders)
-
-    @property
     def needs_snapshots(self) -> bool:
         """Some rank holds what no other one does, and does not mirror it."""
         return not self.single_holders <= self.mirrored
@@ -145,10 +135,14 @@ class Replicas:
     @property
     def groups(self) -> list[tuple[int, ...]]:
         """The ranks, those that hold the same together."""
+        return self.alike(range(len(next(iter(self.unequal.values()), ()))))
+
+    def alike(self, ranks: Iterable[int]) -> list[tuple[int, ...]]:
+        """These ranks, those that hold the same together."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(len(next(iter(self.unequal.values()), ()))):
+        for rank in ranks:
             groups.setdefault(self.of(rank), []).append(rank)
-        return [tuple(ranks) for ranks in groups.values()]
+        return [tuple(members) for members in groups.values()]
 
 
 UNKNOWN = Replicas()

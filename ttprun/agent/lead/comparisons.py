@@ -27,7 +27,7 @@ from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Share
 from ttprun.rank.verification import PROOF_STEPS
-from ttprun.recovery.phases import may_rewind
+from ttprun.recovery.origins import may_rewind
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas
 from ttprun.state.cost_limits import in_words
 
@@ -201,13 +201,13 @@ class Comparisons:
         if replicas.unequal == before.unequal:
             return
         node.log("shards_found", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
-        if not replicas.has_single_holders or self._mirrors.why_off:
+        if not replicas.single_holders or self._mirrors.why_off:
             logger.warning("%s", self._cost_of(replicas))
         else:
             self._say_mirrored()
         for slot in node.slots:
             self.report_owners(slot)
-        if replicas.has_single_holders:
+        if replicas.single_holders:
             self._times.take_one_at_once()
 
     def note_mirrored(self, slot: Row, message: from_rank.StateMirrored) -> None:
@@ -312,7 +312,7 @@ class Comparisons:
         What the members of such a group have put into a reduction only they need. Looked at once a comparison.
         """
         replicas, node_of = self._looks.replicas, self._node.peers.node_of
-        if not replicas.shards or replicas.has_single_holders:
+        if not replicas.shards or replicas.single_holders:
             return False
         alike = {rank: ranks[0] for ranks in replicas.groups for rank in ranks}
         meshes = {tuple(group.ranks) for groups in self._groups.values() for group in groups if group.dimension}
@@ -374,7 +374,7 @@ class Comparisons:
     def _cost_of(self, replicas: Replicas) -> str:
         """What the operator must know of ranks that are no replicas of each other."""
         finding, why_off = self._finding(replicas), self._mirrors.why_off
-        if not replicas.has_single_holders:
+        if not replicas.single_holders:
             groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
             return f"{finding}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
         finding = f"{finding}: no other rank holds what such a rank holds"

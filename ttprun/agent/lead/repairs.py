@@ -266,7 +266,7 @@ class Replays(Repairs):
         job = self._node.job
         if job.replicas.has_collective_steps or job.settings.are_replicas_declared:
             return {}
-        return plan_alignment(journals, given, job.alike(action.ranks), job.lost)
+        return plan_alignment(journals, given, job.replicas.alike(action.ranks), job.lost)
 
     def take(self, slot: Row, message: mindio.Report | from_rank.OfAlignment) -> None:
         """A replacement asks for gradients, or a rank has taken them."""

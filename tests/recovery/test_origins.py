@@ -1,0 +1,114 @@
+"""Where ranks get their state from, for random jobs, losses and holdings. The scenarios show what is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ttprun.recovery import RUNGS, RankState, Saved, Settings, new_job
+from ttprun.recovery.job import Job
+from ttprun.recovery.origins import FROM_TOP, Origin, Place, Refusal, in_memory, on_disk, plan
+from ttprun.recovery.replicas import Replicas
+
+RANKS = 4
+GIVEN = (Place.PEER, Place.MIRROR)
+OWNERS = st.sampled_from([(0, 0, 0, 0), (0, 0, 2, 2), (0, 1, 0, 1), (0, 1, 2, 3), (0, 0, 0, 3)])
+REPLICAS = st.builds(
+    Replicas,
+    compared_at=st.sampled_from([None, 1, 1, 1]),
+    differing=st.fixed_dictionaries({"a": OWNERS}),
+    shards=st.fixed_dictionaries({"b": OWNERS}),
+    mirrored=st.frozensets(st.integers(0, RANKS - 1)),
+    has_collective_steps=st.booleans(),
+)
+# What removes a reason: with it, there is a plan, or another reason.
+CURES: dict[str, Any] = {
+    "state-of-one-rank": lambda job: replace(job, replicas=replace(job.replicas, mirrored=frozenset(range(RANKS)))),
+    "not-compared-yet": lambda job: replace(job, replicas=replace(job.replicas, compared_at=1)),
+    "no-survivor": lambda job: replace(job, snapshot=1, settings=replace(job.settings, rungs=RUNGS)),
+    "no-restart-left": lambda job: replace(job, settings=replace(job.settings, max_restarts=None)),
+    "switched-off": lambda job: replace(job, settings=replace(job.settings, rungs=RUNGS)),
+    "ranks-have-finished": lambda job: job.with_member(RANKS - 1, life=RankState.LIVE),
+}
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """A job of four ranks at boundary 9, some of which are lost, and what is left of older boundaries."""
+    rungs = frozenset(draw(st.lists(st.sampled_from(sorted(RUNGS)), min_size=3, unique=True)))
+    job = new_job(Settings(world_size=RANKS, rungs=rungs, max_restarts=draw(st.sampled_from([0, 1, None]))))
+    lives = draw(st.lists(st.sampled_from([RankState.LIVE, RankState.LOST]), min_size=RANKS, max_size=RANKS))
+    lives[-1] = draw(st.sampled_from([lives[-1], RankState.FINISHED]))
+    for rank, life in enumerate(lives):
+        job = job.with_member(rank, life=life)
+    saved = draw(st.lists(st.integers(1, 8), max_size=2, unique=True))
+    return replace(
+        job,
+        replicas=draw(REPLICAS),
+        snapshot=draw(st.sampled_from([None, 3, 7])),
+        saved=tuple(Saved(boundary, f"/save/{boundary}") for boundary in sorted(saved, reverse=True)),
+    )
+
+
+def holdings_of(job: Job) -> list[Origin]:
+    """What ranks could go back to."""
+    return [*in_memory(job), *on_disk(job), FROM_TOP]
+
+
+@given(job=jobs())
+def test_a_rank_gets_its_state_whole_from_one_that_holds_the_same_now_or_all_go_back_together(job: Job) -> None:
+    found = plan(job, holdings_of(job), job.settings.rungs, job.survivors)
+    assume(job.lost and not isinstance(found, Refusal))
+
+    assert isinstance(found, dict)
+    if {origin.place for origin in found.values()} <= {*GIVEN}:
+        assert {*found} == {*job.lost}
+    else:
+        assert {*found} == {*range(RANKS)}
+        assert len({origin.stored for origin in found.values()}) == 1
+        assert next(iter(found.values())).stored in [origin.stored for origin in holdings_of(job)]
+    for rank, origin in found.items():
+        if origin.place is Place.PEER:
+            assert origin.source in job.survivors
+            assert all(owners[origin.source] == owners[rank] for owners in job.replicas.unequal.values())
+        assert origin.place is not Place.MIRROR or (rank in job.replicas.mirrored and origin.source == rank)
+
+
+@given(job=jobs())
+def test_no_cheaper_way_is_possible_than_the_one_that_is_taken(job: Job) -> None:
+    rungs, holdings = job.settings.rungs, holdings_of(job)
+    found = plan(job, holdings, rungs, job.survivors)
+    assume(job.lost)
+
+    dearest = max([*Place].index(one.place) for one in found.values()) if isinstance(found, dict) else len(Place)
+    cheaper = [one for one in holdings if [*Place].index(one.place) < dearest]
+
+    assert isinstance(plan(job, cheaper, rungs), Refusal)
+    if dearest > [*Place].index(Place.MIRROR):
+        assert isinstance(plan(job, (), rungs, job.survivors), Refusal)
+
+
+@given(job=jobs())
+def test_what_is_void_gives_no_state_any_more(job: Job) -> None:
+    void = replace(job, snapshot=None, saved=(), replicas=replace(job.replicas, mirrored=frozenset()))
+
+    found = plan(void, holdings_of(void), job.settings.rungs, job.survivors)
+
+    places = {one.place for one in found.values()} if isinstance(found, dict) else set()
+    assert places <= {Place.PEER, Place.TOP}
+
+
+@given(job=jobs())
+def test_a_refusal_names_what_would_have_been_needed(job: Job) -> None:
+    found = plan(job, holdings_of(job), job.settings.rungs, job.survivors)
+    assume(isinstance(found, Refusal))
+    assert isinstance(found, Refusal)
+
+    cured = CURES[found.why.kind](job)
+
+    assert found.why.text
+    again = plan(cured, holdings_of(cured), cured.settings.rungs, cured.survivors)
+    assert not isinstance(again, Refusal) or again.why != found.why
