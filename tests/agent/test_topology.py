@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,17 @@ from ttprun.agent.lead.topology_report import dimensions_of, topology_of
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.status import ShardedParameters, read_topology
 from ttprun.protocol.from_rank import Group
+from ttprun.recovery import Settings, new_job
+from ttprun.recovery.job import Job
 from ttprun.recovery.replicas import Replicas
 
 TENSOR = [[0, 1, 2, 3], [4, 5, 6, 7]]
 DATA = [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def job_of(replicas: Replicas, ranks: int, snapshot: int | None = 3) -> Job:
+    """A job that was compared."""
+    return replace(new_job(Settings(world_size=ranks)), replicas=replicas, snapshot=snapshot)
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -23,7 +31,7 @@ def test_four_by_two_ranks_come_out_as_the_mesh_or_the_groups_of_the_script_have
     groups = [Group(tensor, ranks) for ranks in TENSOR] + [Group(data, ranks) for ranks in DATA]
     owners = (0, 1, 2, 3, 0, 1, 2, 3)
 
-    found = topology_of(Replicas(compared_at=1, shards={"w": owners}), [*groups, Group("", [*range(8)])], 8, "snapshot")
+    found = topology_of(job_of(Replicas(compared_at=1, shards={"w": owners}), 8), [*groups, Group("", [*range(8)])])
 
     first, second = ("tp0", "dp1") if is_named else ("stride1_0", "stride4_1")
     assert (found.groups[first], found.groups[second]) == ((0, 1, 2, 3), (1, 5))
@@ -32,17 +40,26 @@ def test_four_by_two_ranks_come_out_as_the_mesh_or_the_groups_of_the_script_have
 
 
 def test_what_one_rank_holds_alone_costs_a_snapshot() -> None:
-    found = topology_of(Replicas(compared_at=1, shards={"w": (0, 1)}, names={"w": "up.weight"}), [], 2, "snapshot")
+    found = topology_of(job_of(Replicas(compared_at=1, shards={"w": (0, 1)}, names={"w": "up.weight"}), 2), [])
 
     assert [(found.peers(rank.rank), rank.loss) for rank in found.ranks] == [((), "snapshot"), ((), "snapshot")]
     assert found.unequal == ("up.weight",)
+    assert found.ranks[1].why == "no other rank holds what rank 1 held: up.weight"
+
+
+def test_without_a_snapshot_it_costs_a_restart_and_its_peer_is_named_where_there_is_one() -> None:
+    replicas = Replicas(compared_at=1, shards={"w": (0, 0, 2)})
+
+    found = topology_of(job_of(replicas, 3, snapshot=None), [])
+
+    assert [(rank.loss, rank.source) for rank in found.ranks] == [("peer", 1), ("peer", 0), ("restart", None)]
 
 
 def test_it_has_who_holds_which_part_and_what_the_mirrors_take() -> None:
     shards = {"a": (0, 1, 0, 1), "b": (0, 1, 0, 1), "c": (0, 0, 0, 3)}
     replicas = Replicas(compared_at=1, shards=shards, mirrored=frozenset((1, 3)))
 
-    found = topology_of(replicas, [], 4, "snapshot", {1: 100, 3: 200})
+    found = topology_of(job_of(replicas, 4), [], {1: 100, 3: 200})
 
     assert found.parts == (
         ShardedParameters(("a", "b"), ((0, 2), (1, 3))),
@@ -57,7 +74,7 @@ def test_it_has_who_holds_which_part_and_what_the_mirrors_take() -> None:
 
 
 def test_without_shards_all_ranks_are_peers() -> None:
-    found = topology_of(Replicas(compared_at=1), [], 3, "snapshot")
+    found = topology_of(job_of(Replicas(compared_at=1), 3), [])
 
     assert [found.peers(rank) for rank in range(3)] == [(1, 2), (0, 2), (0, 1)]
 
@@ -112,7 +129,7 @@ def test_groups_that_do_not_part_the_ranks_are_no_dimension() -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    written = topology_of(Replicas(compared_at=1, shards={"w": (0, 1, 0, 1)}), [Group("tp", [0, 1])], 4, "restart")
+    written = topology_of(job_of(Replicas(compared_at=1, shards={"w": (0, 1, 0, 1)}), 4), [Group("tp", [0, 1])])
 
     replace_file(tmp_path / "topology.json", written.to_json())
 
@@ -132,6 +149,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_one_rank_of_each_coordinate_and_of_each_part(
     groups: list[Group], owners: tuple[int, ...], expected: list[int]
 ) -> None:
-    found = topology_of(Replicas(compared_at=1, differing={"w": owners}), groups, 4, "restart")
+    found = topology_of(job_of(Replicas(compared_at=1, differing={"w": owners}), 4), groups)
 
     assert found.one_of_each_coordinate() == expected

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,7 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import (
     CheckpointStatus,
     IncidentStatus,
+    RankTopology,
     ResumeStatus,
     RunStatus,
     Topology,
@@ -356,6 +358,7 @@ _LOSSES = {
     "peer": "replaced, no step lost",
     "buddy": "replaced from its mirror, no step lost",
     "snapshot": "all ranks go back to the newest snapshot",
+    "checkpoint": "all ranks resume from the newest checkpoint",
     "restart": "all ranks start again",
 }
 
@@ -363,6 +366,7 @@ _LOSSES = {
 def topology(
     run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
+    if_lost: Annotated[int | None, typer.Option(help="Show only what would be done if this rank were lost.")] = None,
 ) -> int:
     """Show which ranks hold the same weights and optimizer state, and from where a lost rank would get its own.
 
@@ -378,11 +382,22 @@ def topology(
         raise ConfigError(why, "this happens in the first two steps; try again then") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"the topology cannot be read ({error})", "name another run") from None
+    if if_lost is not None and not 0 <= if_lost < len(shown.ranks):
+        raise ConfigError(f"the run has no rank {if_lost}", f"it has ranks 0 to {len(shown.ranks) - 1}")
+    if if_lost is not None:
+        shown = replace(shown, ranks=shown.ranks[if_lost : if_lost + 1])
     if as_json:
         print(shown.to_json(), flush=True)
+    elif if_lost is not None:
+        print(_loss_in_words(shown.ranks[0]), flush=True)
     else:
         _show_topology(shown)
     return 0
+
+
+def _loss_in_words(rank: RankTopology) -> str:
+    given = "" if rank.source in (None, rank.rank) else f", from rank {rank.source}"
+    return f"rank {rank.rank}: {_LOSSES[rank.loss]}{given}{f' ({rank.why})' if rank.why else ''}"
 
 
 def _show_topology(shown: Topology) -> None:

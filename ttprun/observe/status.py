@@ -363,7 +363,7 @@ def _is_agent_alive(status: RunStatus) -> bool:
     return age_s + 1 > silent_s
 
 
-StateSource = Literal["peer", "buddy", "snapshot", "restart"]
+StateSource = Literal["peer", "buddy", "snapshot", "checkpoint", "restart"]
 
 
 @dataclass(frozen=True)
@@ -374,8 +374,10 @@ class RankTopology:
     replicas      index of its group in the topology's `replicas`
     loss          where a replacement would get what it held: peer: from one of that group; buddy: from the mirror
                   that it keeps in shared memory; snapshot: all ranks go back to the newest one; restart: all ranks
-                  start again, from what the script has saved
+                  start again, from a checkpoint or from what the script has saved
     mirror_bytes  memory of the node that its mirror takes; 0: it keeps none
+    source        the rank from which a replacement would get it; the rank itself: from its mirror; None: from none
+    why           it is not replaced without a lost step, a sentence; "": it is
     """
 
     rank: int
@@ -383,6 +385,8 @@ class RankTopology:
     replicas: int
     loss: StateSource
     mirror_bytes: int = 0
+    source: int | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from ttprun.recovery.origins import (
     ANEW,
     FROM_TOP,
     NOTHING_LEFT,
-    Place,
     Refusal,
     in_memory,
     may_rewind,
@@ -132,7 +131,7 @@ def go_to_stored(job: Job, at_s: float, why: Reason, is_trusted: bool) -> Result
     if isinstance(given, Refusal):
         return leave_group(job, at_s, why or given.why, is_trusted)
     origin = next(iter(given.values()))
-    if origin.place is Place.SNAPSHOT:
+    if origin.place == "snapshot":
         why_hopeless = why_no_rewind(job) or why_too_many_incidents(job)
         if why_hopeless:
             return fail_job(job, at_s, why_hopeless.within(f"{why_hopeless}: {why}"), has_progress=False, rung="fail")

@@ -272,7 +272,7 @@ TRANSITIONS: dict[Key, Transition] = {
     (P.PERSISTING, DeadlinePassed): row(
         on_request.unless_resizing(on_request.on_deadline_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
     ),
-    (P.PERSISTING, SupervisorRenewed): row(on_hang.on_renewed_while_persisting, P.PERSISTING),
+    (P.PERSISTING, SupervisorRenewed): row(on_hang.on_renewed, P.PERSISTING),
     (P.PERSISTING, StopAsked): row(on_request.on_stop_while_persisting, P.PERSISTING),
     **ignored(P.PERSISTING, "one is being written", CheckpointAsked, ResizeAsked),
     **ignored(P.PERSISTING, "it comes first, and whoever asked is informed", ReplacementAsked, UpgradeAsked),
@@ -291,7 +291,7 @@ TRANSITIONS: dict[Key, Transition] = {
     (P.DRAINING, NodeLost): row(on_loss.on_node_lost_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, DeadlinePassed): row(on_leave.on_drain_deadline, P.DRAINING, *DOWN),
     (P.DRAINING, RankFrozen): row(on_leave.on_frozen_while_draining, P.DRAINING, *DOWN),
-    (P.DRAINING, SupervisorRenewed): row(on_hang.on_renewed_while_draining, P.DRAINING),
+    (P.DRAINING, SupervisorRenewed): row(on_hang.on_renewed, P.DRAINING),
     (P.DRAINING, StopAsked): row(on_loss.on_stop, *END),
     **ignored(
         P.DRAINING,
@@ -313,7 +313,7 @@ TRANSITIONS: dict[Key, Transition] = {
     #
     **begun_anew(P.RESTARTING),
     (P.RESTARTING, StopAsked): row(on_loss.on_stop, P.FAILED),
-    (P.RESTARTING, SupervisorRenewed): row(on_hang.on_renewed_while_restarting, P.RESTARTING),
+    (P.RESTARTING, SupervisorRenewed): row(on_hang.on_renewed, P.RESTARTING),
     **ignored(P.RESTARTING, "a consequence of a group that has ended", *OF_CHECKPOINTS),
     **ignored(P.RESTARTING, "the agent is ending this process", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.RESTARTING, "all ranks are replaced anyway", NodeLost, StepDiffers),
@@ -328,8 +328,8 @@ TRANSITIONS: dict[Key, Transition] = {
 for _, _event_type in [key for key in TRANSITIONS if key[0] is P.RUNNING]:
     TRANSITIONS |= ignored(P.DONE, "the job is over", _event_type) | ignored(P.FAILED, "the job is over", _event_type)
 TRANSITIONS |= {
-    (P.DONE, SupervisorRenewed): row(on_hang.on_renewed_when_done, P.DONE),
-    (P.FAILED, SupervisorRenewed): row(on_hang.on_renewed_when_failed, P.FAILED),
+    (P.DONE, SupervisorRenewed): row(on_hang.on_renewed, P.DONE),
+    (P.FAILED, SupervisorRenewed): row(on_hang.on_renewed, P.FAILED),
 }
 
 # A union that is made for each event takes longer than the check.

@@ -307,27 +307,17 @@ def why_renewed(event: SupervisorRenewed) -> Reason:
     return Reason("ttprun-error", f"ttprun's supervisor failed and was made anew ({event.reason})")
 
 
-def on_renewed_while_persisting(job: Job, event: SupervisorRenewed) -> Result:
-    """All quiesce again, and write."""
-    return begin_persisting(job, event.at_s)
-
-
-def on_renewed_while_draining(job: Job, event: SupervisorRenewed) -> Result:
-    """The deadline for ranks that may finish begins again."""
-    return enter(job, JobPhase.DRAINING, event.at_s, (deadline_of(job, JobPhase.DRAINING),))
-
-
-def on_renewed_while_restarting(job: Job, event: SupervisorRenewed) -> Result:
-    """The group is to be restarted, which the agent may not have heard."""
-    return job, (RestartGroup(job.incident.reason if job.incident is not None else why_renewed(event)),)
-
-
-def on_renewed_when_done(job: Job, event: SupervisorRenewed) -> Result:
-    """All scripts have reached their end, which the agent may not have heard."""
-    return job, (FinishJob(),)
-
-
-def on_renewed_when_failed(job: Job, event: SupervisorRenewed) -> Result:
-    """The job has failed, which the agent may not have heard."""
-    why = job.ending.reason if job.ending is not None else why_renewed(event)
-    return job, (FailJob(why),)
+def on_renewed(job: Job, event: SupervisorRenewed) -> Result:
+    """No repair goes on: what was ordered last is ordered again, as the agent may not have heard it."""
+    why = why_renewed(event)
+    match job.phase:
+        case JobPhase.PERSISTING:  # all quiesce again, and write
+            return begin_persisting(job, event.at_s)
+        case JobPhase.DRAINING:  # the deadline for ranks that may finish begins again
+            return enter(job, JobPhase.DRAINING, event.at_s, (deadline_of(job, JobPhase.DRAINING),))
+        case JobPhase.RESTARTING:
+            return job, (RestartGroup(why if job.incident is None else job.incident.reason),)
+        case JobPhase.DONE:
+            return job, (FinishJob(),)
+        case _:
+            return job, (FailJob(why if job.ending is None else job.ending.reason),)

@@ -27,7 +27,7 @@ from ttprun.recovery.ladder import (
 )
 from ttprun.recovery.members import RankState
 from ttprun.recovery.on_leave import end_drain, give_up_replacing, let_others_finish, mark_finished
-from ttprun.recovery.origins import why_no_restart, why_no_source
+from ttprun.recovery.origins import NO_REPLACEMENT, why_no_restart, why_no_source
 from ttprun.recovery.phases import (
     CONNECTION,
     RESUME,
@@ -362,7 +362,7 @@ def why_not_protected(job: Job, needs_process: bool = True) -> Reason:
     needs_process   some lost rank needs a new process; False: all of them are run again in their own
     """
     if needs_process and not job.settings.is_alone and "replace" not in job.settings.rungs:
-        return Reason("switched-off", "replacement is switched off (rungs)")
+        return NO_REPLACEMENT
     return job.unprotected_reason
 
 

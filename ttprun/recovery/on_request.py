@@ -16,7 +16,7 @@ ended, the job can continue as it is: if the state cannot be saved, or a rank is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -407,28 +407,34 @@ def on_exit_to_persist(job: Job, event: RankExited) -> Result:
         return go_on(mark_finished(job, event), event.at_s, why_not)
     if job.ending is None:
         return giving_up(job, event.sentence, answer_fault(job, event))
-    job = job.with_member(event.rank, pid=None, life=RankState.LOST, is_protected=False)
-    return begin_persisting(job, event.at_s) if holds_state(job) else go_on(job, event.at_s, "all ranks were lost")
+    return persist_without(job, (event.rank,), event.at_s, "all ranks were lost")
+
+
+def persist_without(job: Job, ranks: Collection[int], at_s: float, why_not: str) -> Result:
+    """The job ends, and these ranks are lost before all have written: the others begin anew, if any can write.
+
+    why_not   there is nothing to write
+    """
+    gone = (job.members[rank] for rank in ranks)
+    job = job.with_members(*(replace(member, pid=None, life=RankState.LOST, is_protected=False) for member in gone))
+    return begin_persisting(job, at_s) if holds_state(job) else go_on(job, at_s, why_not)
 
 
 def on_node_lost_to_persist(job: Job, event: NodeLost) -> Result:
     """Ranks are lost with their node: if the job ends, the others write without them, otherwise they are replaced."""
     if job.ending is None:
         return giving_up(job, event.sentence, on_node_lost(job, event))
-    gone = (job.members[rank] for rank in event.ranks if job.members[rank].life is not RankState.FINISHED)
-    job = job.with_members(*(replace(member, pid=None, life=RankState.LOST, is_protected=False) for member in gone))
-    job = without_nodes(job, tuple(rank for rank in event.ranks if job.members[rank].life is RankState.LOST))
-    return begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, "all ranks were lost")
+    gone = tuple(rank for rank in event.ranks if job.members[rank].life is not RankState.FINISHED)
+    job = replace(without_nodes(job, gone), snapshot=None)
+    return persist_without(job, gone, event.at_s, "all ranks were lost")
 
 
 def on_faulted_to_persist(job: Job, event: RankFaulted) -> Result:
     """The script has ended in one rank, and its process waits for orders."""
     if job.ending is None:
         return giving_up(job, event.sentence, on_faulted(job, event))
-    job = job.with_member(event.rank, pid=None, life=RankState.LOST, is_protected=False)
-    kill = KillRank(event.rank, "the job ends")
-    job, actions = begin_persisting(job, event.at_s) if holds_state(job) else go_on(job, event.at_s, event.sentence)
-    return job, (kill, *actions)
+    job, actions = persist_without(job, (event.rank,), event.at_s, event.sentence)
+    return job, (KillRank(event.rank, "the job ends"), *actions)
 
 
 def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
@@ -449,9 +455,7 @@ def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
     if not {*job.survivors} - {*guilty}:
         return go_on(job, event.at_s, why_not)
     kills = tuple(KillRank(rank, why_not) for rank in guilty if job.members[rank].pid is not None)
-    for rank in guilty:
-        job = job.with_member(rank, pid=None, life=RankState.LOST, is_protected=False)
-    job, actions = begin_persisting(job, event.at_s)
+    job, actions = persist_without(job, guilty, event.at_s, why_not)
     return job, (*kills, *actions)
 
 

@@ -8,15 +8,15 @@ the script anew. To replace, rerun, rewind, restart or resume is what a plan com
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from enum import StrEnum
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import Job, name_ranks
 from ttprun.recovery.job_events import Saved
 from ttprun.recovery.members import RankState
 
+NO_REPLACEMENT = Reason("switched-off", "replacement is switched off (rungs)")
 NOTHING_LEFT = Reason("no-survivor", "nothing of its state is left")
 _RESTARTS = "use --max-restarts N to start again from the top"
 
@@ -24,14 +24,9 @@ _RESTARTS = "use --max-restarts N to start again from the top"
 ANEW = Saved(0, place="")
 
 
-class Place(StrEnum):
-    """What gives the state, in the order of what it costs."""
-
-    PEER = "peer"  # another rank, at the boundary at which all quiesce
-    MIRROR = "buddy"  # the lost rank's mirror, at that boundary
-    SNAPSHOT = "snapshot"  # memory, at an older boundary
-    CHECKPOINT = "checkpoint"
-    TOP = "restart"  # nothing: the script begins anew
+# What gives the state, in the order of what it costs: another rank, or the lost one's mirror, at the boundary at which
+# all quiesce; memory, or a checkpoint, at an older boundary; nothing, so that the script begins anew.
+Place = Literal["peer", "buddy", "snapshot", "checkpoint", "restart"]
 
 
 class Origin(NamedTuple):
@@ -48,7 +43,7 @@ class Origin(NamedTuple):
     why: Reason = Reason()
 
 
-FROM_TOP = Origin(Place.TOP, ANEW)
+FROM_TOP = Origin("restart", ANEW)
 
 
 class Refusal(NamedTuple):
@@ -60,18 +55,26 @@ class Refusal(NamedTuple):
 Plan = dict[int, Origin] | Refusal  # by rank
 
 
-def plan(job: Job, holdings: Iterable[Origin], rungs: frozenset[str], among: Collection[int] = ()) -> Plan:
+def plan(
+    job: Job,
+    holdings: Iterable[Origin],
+    rungs: frozenset[str],
+    among: Collection[int] = (),
+    ranks: Collection[int] | None = None,
+) -> Plan:
     """Where each rank that needs state gets it from, by the cheapest way that is possible.
 
     holdings   what ranks could go back to, the best first
     rungs      ways of recovery that may be used
     among      ranks that could give theirs to the lost ones; (): none is replaced
+    ranks      that are lost; None: those that are
 
     returns    an origin for each lost rank, or one stored state for all that go back to it
     """
     why = Reason()
-    if among and not rungs.isdisjoint(("replace", "rerun")):
-        given = from_others(job, job.lost, among)
+    if among:
+        is_on = not rungs.isdisjoint(("replace", "rerun"))
+        given = from_others(job, job.lost if ranks is None else ranks, among) if is_on else Refusal(NO_REPLACEMENT)
         if not isinstance(given, Refusal):
             return given
         why = given.why
@@ -83,13 +86,26 @@ def plan(job: Job, holdings: Iterable[Origin], rungs: frozenset[str], among: Col
     return Refusal(why or NOTHING_LEFT)
 
 
+def if_lost(job: Job, rank: int, alike: Collection[int], otherwise: Plan) -> Origin:
+    """What becomes of the loss of one rank while all others live.
+
+    alike       ranks that hold the same
+    otherwise   what all go back to if no lost rank can be replaced
+    """
+    others = [other for other in (*alike, rank - 1, rank + 1) if other != rank and 0 <= other < len(job.members)]
+    given = plan(job, (), job.settings.rungs, others[:1], (rank,))
+    if not isinstance(given, Refusal):
+        return given[rank]
+    return (FROM_TOP if isinstance(otherwise, Refusal) else otherwise[rank])._replace(why=given.why)
+
+
 def from_others(job: Job, ranks: Collection[int], among: Collection[int]) -> Plan:
     """Each of these ranks gets its state from another one that has always held the same, else from its own mirror.
 
     among   ranks that could be sources: the lowest one that holds the same is
     """
     if job.settings.are_replicas_declared:  # the framework finds the sources itself
-        return {rank: Origin(Place.PEER, source=first) for first in islice(among, 1) for rank in ranks}
+        return {rank: Origin("peer", source=first) for first in islice(among, 1) for rank in ranks}
     replicas = job.replicas
     peers = {} if replicas.has_collective_steps else replicas.sources(ranks, among)
     alone = tuple(rank for rank in ranks if rank not in peers and rank not in replicas.mirrored)
@@ -98,8 +114,8 @@ def from_others(job: Job, ranks: Collection[int], among: Collection[int]) -> Pla
         return Refusal(Reason("state-of-one-rank", said))
     if alone:
         return Refusal(replicas.why_no_source(alone[0], among))
-    mirrors = {rank: Origin(Place.MIRROR, source=rank) for rank in ranks if rank not in peers}
-    return mirrors | {rank: Origin(Place.PEER, source=source) for rank, source in peers.items()}
+    mirrors = {rank: Origin("buddy", source=rank) for rank in ranks if rank not in peers}
+    return mirrors | {rank: Origin("peer", source=source) for rank, source in peers.items()}
 
 
 def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> Reason:
@@ -110,12 +126,12 @@ def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> R
 
 def in_memory(job: Job) -> list[Origin]:
     """What outlives the ranks' processes, except their mirrors."""
-    return [] if job.snapshot is None else [Origin(Place.SNAPSHOT, Saved(job.snapshot, place=""))]
+    return [] if job.snapshot is None else [Origin("snapshot", Saved(job.snapshot, place=""))]
 
 
 def on_disk(job: Job) -> list[Origin]:
     """The checkpoints from which all can resume, in the order of preference."""
-    return [Origin(Place.CHECKPOINT, saved) for saved in job.saved]
+    return [Origin("checkpoint", saved) for saved in job.saved]
 
 
 def may_rewind(job: Job) -> bool:
@@ -127,7 +143,7 @@ def why_not_back_to(job: Job, origin: Origin, rungs: frozenset[str]) -> Reason:
     """Why all ranks, or one that is alone, cannot go back to what is stored; "" if they can."""
     is_alone, steps = job.settings.is_alone, steps_reached(job)
     has_others = job.settings.world_size > 1
-    if origin.place is Place.SNAPSHOT:
+    if origin.place == "snapshot":
         if job.unprotected_reason or job.finished:
             return job.unprotected_reason or Reason("ranks-have-finished", f"{name_ranks(job.finished)} has finished")
         boundary = origin.stored.boundary
@@ -135,7 +151,7 @@ def why_not_back_to(job: Job, origin: Origin, rungs: frozenset[str]) -> Reason:
         if ("replace" if is_free else "rewind") in rungs:
             return Reason()
         return Reason("switched-off", f"going back to its step {boundary} is switched off (rungs)")
-    if origin.place is Place.CHECKPOINT:
+    if origin.place == "checkpoint":
         if job.count("without node") and not job.settings.is_elastic:
             return Reason("no-survivor", "some rank has no node on which it could resume")
         said = "resuming from what is saved is switched off (rungs)"

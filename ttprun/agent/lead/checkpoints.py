@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -250,10 +251,7 @@ class Checkpoints:
             writing.draft.record(file_of(share.share), FileEntry(bytes=share.bytes, xxh3=share.xxh3))
 
         is_handled = any(report.is_handled for report in writing.reports.values())
-
-        def done(written: Written) -> None:
-            self._report(writing.order, written, missing, is_handled)
-
+        done = partial(self._report, writing.order, missing=missing, is_handled=is_handled)
         headers = {rank: share.header for rank, share in shares.items()} if replicas.differing else {}
         for rank in range(len(self._node.slots)) if headers else ():
             peer = next(iter(replicas.peers(rank, writing.reports)), None)
@@ -342,11 +340,7 @@ class Checkpoints:
         ]
         first = Share(0, 0, "", "", {}, "", header=stored.header)
         differences = differences_of(stored.headers, replicas_of(stored))
-        began_s, files = time.monotonic(), _readers_of(stored.files)
-
-        def done(written: Written) -> None:
-            self._report(order, written)
-
+        began_s, files, done = time.monotonic(), _readers_of(stored.files), partial(self._report, order)
         self.writer.submit(draft, parts, first, differences, order.cause, [], began_s, done, files)
 
     def write_snapshot(self, buffer: SnapshotBuffer, done: Callable[[], None]) -> None:
@@ -357,14 +351,12 @@ class Checkpoints:
             self.writer.note_failure(buffer.boundary, "periodic", str(error))
             done()
             return
-
-        def finish(written: Written) -> None:
-            done()
-
         parts = [(rank, _reader_of(fd, buffer.reports[rank].records_bytes)) for rank, fd in enumerate(buffer.records)]
         shares = [(rank, _reader_of(fd, buffer.written[rank].bytes)) for rank, fd in enumerate(buffer.shares)]
         differences = differences_of(buffer.headers, buffer.replicas)
-        self.writer.submit(draft, parts, buffer.first, differences, "periodic", [], time.monotonic(), finish, shares)
+        self.writer.submit(
+            draft, parts, buffer.first, differences, "periodic", [], time.monotonic(), lambda _: done(), shares
+        )
 
 
 def _what_is_lost(rank: int, boundary: int) -> str:

@@ -22,7 +22,6 @@ from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.lead.topology_report import topology_of
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import replace_file
-from ttprun.observe.status import StateSource
 from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Share
@@ -323,10 +322,9 @@ class Comparisons:
         """Let `ttprun topology` know who holds what."""
         node = self._node
         groups = itertools.chain.from_iterable(self._groups.values())
-        otherwise: StateSource = "snapshot" if may_rewind(node.job) else "restart"
         replicas = self._looks.replicas
         mirrors = {rank: self._mirror_reports[rank].bytes for rank in replicas.mirrored & self._mirror_reports.keys()}
-        text = topology_of(replicas, groups, len(node.slots), otherwise, mirrors).to_json()
+        text = topology_of(replace(node.job, replicas=replicas), groups, mirrors).to_json()
         with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
             replace_file(node.run.topology, text)
         node.peers.to_all(node_messages.Published("topology", text))

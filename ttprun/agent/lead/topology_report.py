@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from ttprun.observe.status import RankTopology, ShardedParameters, StateSource, Topology
+from ttprun.observe.status import RankTopology, ShardedParameters, Topology
 from ttprun.protocol.from_rank import Group
+from ttprun.recovery import Job
+from ttprun.recovery.origins import FROM_TOP, if_lost, in_memory, plan
 from ttprun.recovery.replicas import Replicas
 
 UNNAMED = "dim_"  # as torch describes the dimensions of a mesh without names
 
 
-def topology_of(
-    replicas: Replicas,
-    groups: Iterable[Group],
-    world_size: int,
-    otherwise: StateSource,
-    mirrors: Mapping[int, int] = MappingProxyType({}),
-) -> Topology:
+def topology_of(job: Job, groups: Iterable[Group], mirrors: Mapping[int, int] = MappingProxyType({})) -> Topology:
     """What is known of a job that was compared.
 
     groups      that ranks have reported; the same one may come several times
-    otherwise   what the loss of a rank costs that no other rank can be the source of
     mirrors     bytes of each rank's mirror
     """
+    replicas, world_size = job.replicas, len(job.members)
+    otherwise = plan(job, (*in_memory(job), FROM_TOP), job.settings.rungs)
     dimensions = dimensions_of(groups, world_size, replicas)
     coordinates: list[dict[str, int]] = [{} for _ in range(world_size)]
     named: dict[str, tuple[int, ...]] = {}
@@ -36,14 +33,13 @@ def topology_of(
                 coordinates[rank][name] = at
     alike = replicas.groups or [tuple(range(world_size))]
     index_of = {rank: index for index, ranks in enumerate(alike) for rank in ranks}
-    ranks = tuple(
-        RankTopology(
-            rank, coordinates[rank], index, _loss_of(rank, alike[index], replicas, otherwise), mirrors.get(rank, 0)
-        )
-        for rank, index in sorted(index_of.items())
-    )
+    ranks = []
+    for rank, index in sorted(index_of.items()):
+        origin = if_lost(job, rank, alike[index], otherwise)
+        size, why = mirrors.get(rank, 0), str(origin.why)
+        ranks.append(RankTopology(rank, coordinates[rank], index, origin.place, size, origin.source, why))
     parts = tuple(_parts_of(replicas))
-    return Topology(replicas.compared_at or 0, named, tuple(alike), tuple(replicas.all_names), ranks, parts)
+    return Topology(replicas.compared_at or 0, named, tuple(alike), tuple(replicas.all_names), tuple(ranks), parts)
 
 
 def _parts_of(replicas: Replicas) -> Iterator[ShardedParameters]:
@@ -56,12 +52,6 @@ def _parts_of(replicas: Replicas) -> Iterator[ShardedParameters]:
         for rank, owner in enumerate(owners):
             holders.setdefault(owner, []).append(rank)
         yield ShardedParameters(tuple(names), tuple(map(tuple, holders.values())))
-
-
-def _loss_of(rank: int, alike: tuple[int, ...], replicas: Replicas, otherwise: StateSource) -> StateSource:
-    if len(alike) > 1:
-        return "peer"
-    return "buddy" if rank in replicas.mirrored else otherwise
 
 
 def dimensions_of(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import itertools
 import os
 import secrets
 import socket
@@ -21,7 +20,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -36,7 +34,6 @@ from ttprun.protocol.snapshot_messages import MirroredShare
 from ttprun.state.cost_limits import parse_memory
 from ttprun.tensors.memory import free_bytes
 
-_COPY_CELLS = (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)
 _HEAD = struct.Struct("<qq")  # what a slot holds, bytes that follow
 _TOKEN_BYTES = 32
 _TAKEN = b"\x01"  # the receipt of who has fetched all: what was only sent may have been refused
@@ -44,20 +41,15 @@ _SILENT_LIMIT_S = 10.0  # of the other end
 _SERVE_LIMIT_S = 60.0  # for the other end to come
 
 
-@dataclass
-class MirrorCopies:
-    """What this node keeps of the mirrors of the node before.
+class Slots:
+    """The two slots of each rank of this node in which it keeps a mirror, its own or another one's.
 
-    limit_bytes   that all copies may take together; 0: none are kept
+    cells   of the board, in the row of that rank: what the slots hold
     """
 
-    _node: Node
-    limit_bytes: int
-    _slots: dict[int, list[int]] = field(init=False)  # by the rank of this node that keeps them
-
-    def __post_init__(self) -> None:
-        here = self._node.here if self.limit_bytes else ()
-        self._slots = {slot.rank: stored_states.new_memory("mirror-copy", SLOTS) for slot in here}
+    def __init__(self, node: Node, cells: tuple[int, int]) -> None:
+        self._node, self._cells = node, cells
+        self._slots: dict[int, list[int]] = {}  # by rank: descriptors
 
     @property
     def files(self) -> list[int]:
@@ -65,13 +57,38 @@ class MirrorCopies:
         return [fd for slots in self._slots.values() for fd in slots]
 
     def paths_for(self, rank: int) -> list[str]:
-        """Where a rank keeps the mirror of another one; empty: nowhere."""
+        """Where a rank keeps the mirror; empty: nowhere."""
         return [stored_states.path_of(fd) for fd in self._slots.get(rank, ())]
 
-    def forget(self, rank: int) -> None:
-        """The ranks go back, or begin anew: what this one keeps of another one is void."""
-        for cell in _COPY_CELLS:
-            self._node.board.set(rank, cell, EMPTY_SLOT.pack())
+    def note(self, rank: int, contents: Sequence[SlotContent] = (EMPTY_SLOT,) * SLOTS) -> None:
+        """Say what the slots of a rank hold: nothing, if the ranks go back, or begin anew."""
+        for cell, content in zip(self._cells, contents, strict=True):
+            self._node.board.set(rank, cell, content.pack())
+
+    def held_by(self, rank: int) -> list[SlotContent]:
+        """What the slots of a rank hold."""
+        return [unpack_slot(self._node.board.get(rank, cell)) for cell in self._cells]
+
+    def path_of(self, keeper: int, boundary: int, way: str = "state") -> str:
+        """The slot of a rank that gives the state after the step of a boundary; "": none does.
+
+        way   "state", or "step": the step to that boundary can be taken again from it
+        """
+        number = slot_that_gives(self.held_by(keeper), boundary, way) if keeper in self._slots else None
+        return "" if number is None else self.paths_for(keeper)[number]
+
+
+class MirrorCopies(Slots):
+    """What this node keeps of the mirrors of the node before.
+
+    limit_bytes   that all copies may take together; 0: none are kept
+    """
+
+    def __init__(self, node: Node, limit_bytes: int) -> None:
+        super().__init__(node, (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1))
+        self.limit_bytes = limit_bytes
+        here = node.here if limit_bytes else ()
+        self._slots = {slot.rank: stored_states.new_memory("mirror-copy", SLOTS) for slot in here}
 
     def serve(self, rank: int) -> Where:
         """Have what is kept of a lost rank's mirror ready for the one who knows the token, for a while.
@@ -79,7 +96,7 @@ class MirrorCopies:
         returns   where; port 0: nothing is kept
         """
         node, keeper = self._node, self._keeper_of(rank)
-        if keeper not in self._slots or self._held_by(keeper) == [EMPTY_SLOT] * SLOTS:
+        if keeper not in self._slots or self.held_by(keeper) == [EMPTY_SLOT] * SLOTS:
             return Where()
         token = secrets.token_hex(_TOKEN_BYTES // 2)
         with contextlib.ExitStack() as opened:
@@ -97,16 +114,11 @@ class MirrorCopies:
 
     def state_of(self, rank: int, boundary: int) -> str:
         """The memory with the state that a rank of the node before had after a step; "": it is not here."""
-        keeper = self._keeper_of(rank)
-        number = slot_that_gives(self._held_by(keeper), boundary, "state") if keeper in self._slots else None
-        return "" if number is None else stored_states.path_of(self._slots[keeper][number])
+        return self.path_of(self._keeper_of(rank), boundary)
 
     def _keeper_of(self, rank: int) -> int:
         """The rank of this node that keeps what there is of that one's mirror."""
         return (rank + len(self._node.here)) % self._node.world_size
-
-    def _held_by(self, keeper: int) -> list[SlotContent]:
-        return [unpack_slot(self._node.board.get(keeper, cell)) for cell in _COPY_CELLS]
 
     def _serve(self, listener: socket.socket, token: str, keeper: int, fds: Sequence[int]) -> None:
         ends_s = time.monotonic() + _SERVE_LIMIT_S
@@ -130,7 +142,7 @@ class MirrorCopies:
         def has_changed(cell: int, value: int) -> bool:
             return board.get(keeper, cell) != value
 
-        for cell, fd in zip(_COPY_CELLS, fds, strict=True):
+        for cell, fd in zip(self._cells, fds, strict=True):
             value = board.get(keeper, cell)
             size = os.fstat(fd).st_size if value else 0
             sock.sendall(_HEAD.pack(value, size))
@@ -176,8 +188,6 @@ _UNKNOWN_BYTES = 1 << 62  # where the system does not tell how much is free
 
 _LIMIT_SHARE = 0.2  # of a step's time, which a copy may take that nobody has asked for
 
-_CELLS = (Field.MIRROR_0, Field.MIRROR_1)
-
 
 class Source(NamedTuple):
     """Where a replacement gets its lost rank's state.
@@ -190,16 +200,15 @@ class Source(NamedTuple):
     is_step: bool
 
 
-class Mirrors:
+class Mirrors(Slots):
     """Of each rank of a node, the memory for its mirror.
 
     copies   what this node keeps of the mirrors of the node before
     """
 
     def __init__(self, node: Node) -> None:
-        self._node = node
+        super().__init__(node, (Field.MIRROR_0, Field.MIRROR_1))
         self._why_not_fetched: dict[int, str] = {}  # by rank whose mirror was to come from another node
-        self._slots: dict[int, list[int]] = {}  # by rank of this node, of those that may keep one
         self._all_bytes = 0 if node.config.buddy == "off" else self._may_take()
         copies_bytes = self._all_bytes // 2 if node.keeps_mirrors_twice else 0
         self._all_bytes -= copies_bytes
@@ -207,7 +216,7 @@ class Mirrors:
 
     def close(self) -> None:
         """The ranks are gone: give the memory back."""
-        for fd in (*itertools.chain(*self._slots.values()), *self.copies.files):
+        for fd in (*self.files, *self.copies.files):
             os.close(fd)
 
     def _may_take(self) -> int:
@@ -226,52 +235,31 @@ class Mirrors:
         paths, limit_bytes = tuple(self.paths_for(slot.rank)), int(self._all_bytes * order.share)
         slot.send_if_present(replace(order, paths=paths, limit_bytes=limit_bytes, limit_share=limit_share))
 
-    def paths_for(self, rank: int) -> list[str]:
-        """Where a rank keeps its mirror; empty: nowhere."""
-        return [stored_states.path_of(fd) for fd in self._slots.get(rank, ())]
-
     def source_of(self, rank: int, boundary: int, is_before_step: bool) -> Source | None:
         """Where a replacement gets the state that its rank had at a boundary; None: its mirror does not give it.
 
         is_before_step   the last step is to be taken again in any case
         """
-        state = "" if is_before_step else self.state_of(rank, boundary)
-        path = state or self._path_of(rank, boundary, "step")
+        state = "" if is_before_step else self.path_of(rank, boundary)
+        path = state or self.path_of(rank, boundary, "step")
         return Source(path, is_step=not state) if path else None
-
-    def state_of(self, rank: int, boundary: int) -> str:
-        """The slot with the state that a rank had after the step of a boundary; "": its mirror does not hold that."""
-        return self._path_of(rank, boundary, "state")
-
-    def step_of(self, rank: int, boundary: int) -> str:
-        """The slot from which the step to a boundary can be taken again; "": its mirror does not hold that."""
-        return self._path_of(rank, boundary, "step")
 
     def located(self, shares: Sequence[MirroredShare], boundary: int) -> list[MirroredShare]:
         """Those shares of a checkpoint for which this node has the state of its boundary, with where it is.
 
         Only the state itself: a step is taken again by its own rank alone.
         """
+        is_here = self._node.is_here
         placed = (
-            replace(
-                share, slot=(self if self._node.is_here(share.rank) else self.copies).state_of(share.rank, boundary)
-            )
+            replace(share, slot=(self.path_of if is_here(share.rank) else self.copies.state_of)(share.rank, boundary))
             for share in shares
         )
         return [share for share in placed if share.slot]
 
-    def _path_of(self, rank: int, boundary: int, way: str) -> str:
-        if rank not in self._slots:
-            return ""
-        slots = [unpack_slot(self._node.board.get(rank, cell)) for cell in _CELLS]
-        number = slot_that_gives(slots, boundary, way)
-        return "" if number is None else self.paths_for(rank)[number]
-
     def forget(self, rank: int) -> None:
-        """The rank goes back, or begins anew."""
-        for cell in _CELLS:
-            self._node.board.set(rank, cell, EMPTY_SLOT.pack())
-        self.copies.forget(rank)
+        """The rank goes back, or begins anew, and all others with it: what is kept here is void."""
+        self.note(rank)
+        self.copies.note(rank)
 
     def fetch(self, where: Mapping[int, Where], then: Callable[[], None]) -> None:
         """This node has got a lost one's slots: fetch its mirrors from the node that keeps copies; returns at once.
@@ -299,12 +287,11 @@ class Mirrors:
                     os.close(fd)
             return fetched
 
-        def note(fetched: Mapping[int, tuple[Sequence[SlotContent], str]]) -> None:
+        def note_fetched(fetched: Mapping[int, tuple[Sequence[SlotContent], str]]) -> None:
             for rank, (contents, why_not) in fetched.items():
                 if self._slots.get(rank) is not slots[rank]:
                     continue  # all ranks are new
-                for cell, content in zip(_CELLS, contents, strict=True):
-                    self._node.board.set(rank, cell, content.pack())
+                self.note(rank, contents)
                 self._why_not_fetched[rank] = why_not
                 self._node.log(
                     "mirror_fetched", rank=rank, held=[content._asdict() for content in contents], why_not=why_not
@@ -312,9 +299,9 @@ class Mirrors:
             then()
 
         def failed(error: Exception) -> None:
-            note({rank: ((EMPTY_SLOT,) * SLOTS, repr(error)) for rank in slots})
+            note_fetched({rank: ((EMPTY_SLOT,) * SLOTS, repr(error)) for rank in slots})
 
-        self._node.in_background(fetch, note, failed)
+        self._node.in_background(fetch, note_fetched, failed)
 
     def why_not_held(self, rank: int, boundary: int) -> str:
         """A sentence: the mirror of a rank of this node does not give its state of a boundary."""

@@ -339,7 +339,7 @@ class NodeAgent:
             elif mirror.is_step:
                 order = structs.replace(order, step_from=mirror.path)
             else:
-                step = self.mirrors.step_of(slot.rank, order.boundary)
+                step = self.mirrors.path_of(slot.rank, order.boundary, "step")
                 order = structs.replace(order, result=mirror.path, proof_from=step)
         if why_not:
             node.report_mismatch(order.rank, order.generation, why_not)
