@@ -214,7 +214,7 @@ def test_only_a_state_that_is_whole_can_be_written_into_a_checkpoint(kept: Kept)
     fill(kept, 1, SlotContent(5, has_state=False, has_step=True), b"before step 6")
     before, after = (copies.state_of(0, boundary) for boundary in (6, 5))
 
-    copies.forget(1)
+    copies.note(1)
 
     assert before == copies.paths_for(1)[0]
     assert after == copies.state_of(0, 6) == copies.state_of(1, 6) == ""

@@ -109,14 +109,13 @@ def test_the_user_reads_from_whom_the_variables_come_that_differ_and_that_it_is_
         in line
     )
     assert "rank 2 draws random numbers that are derived from those" in line
-    assert found.origin is not None
-    assert found.origin.paths == ("zero", "one")
+    assert found.of_others == ("zero", "one")
 
 
 def test_one_old_rank_has_no_other_to_compare_with(caplog: pytest.LogCaptureFixture) -> None:
     found = adapted(stored(part(0)), ["zero"], 2, "is of 1 rank, and this job has 2")
 
-    assert found.origin is not None
+    assert found.of_others is not None
     assert "differed" not in caplog.text
 
 

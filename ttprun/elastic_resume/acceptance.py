@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ttprun.agent.base.stored_states import Origin, Stored
+from ttprun.agent.base.stored_states import Stored
 from ttprun.capture.data.rest_of_epoch import CannotDistributeError, rest_of
 from ttprun.capture.records.nodes import ActivationNode
 from ttprun.capture.records.packing import BoundaryRecord, MalformedRecordError, Record
@@ -48,7 +48,7 @@ def adapted(stored: Stored, paths: Sequence[str], world_size: int, what_differs:
         {name for first, last in zip(firsts, lasts, strict=True) for name in _that_differ(first, last, lasts[0])}
     )
     logger.warning("%s", _warning(stored, len(paths), world_size, what_differs, names))
-    return replace(stored, origin=Origin(len(paths), tuple(paths)))
+    return replace(stored, of_others=tuple(paths))
 
 
 def _record(stored: Sequence[Any]) -> Record:

@@ -200,7 +200,8 @@ def leave_group(job: Job, at_s: float, why: Reason, is_trusted: bool = True, goe
     ending_rung = "restart" if "restart" in settings.rungs else "fail"
     why_not = why_no_restart(job)
     is_compared = not (job.is_contradicted and settings.is_elastic)  # other ranks have nothing to be compared with
-    goes_on = goes_on and may_go_on_from_saved_state(job) and is_trusted and is_compared
+    goes_on = goes_on and is_trusted and is_compared and {"restart", "persist"} <= settings.rungs
+    goes_on = goes_on and not (settings.saves_before_restart or job.finished or job.hindrance)
     why_too_often = why_too_many_incidents(job) if goes_on else Reason()
     if why_too_often:
         goes_on, has_progress, why_not = False, False, why_too_often
@@ -222,12 +223,6 @@ def end_with(job: Job, at_s: float, ending: Ending, is_saved: bool = True) -> Re
     """The job, or its processes, end so, after its state has been written if that is possible, and wanted."""
     job = replace(job, ending=ending)
     return begin_persisting(job, at_s) if is_saved and may_persist(job) else end_job(job, at_s)
-
-
-def may_go_on_from_saved_state(job: Job) -> bool:
-    """Whether all ranks may get new processes that resume from a checkpoint on disk."""
-    is_switched_on = {"restart", "persist"} <= job.settings.rungs and not job.settings.saves_before_restart
-    return is_switched_on and not job.finished and not job.hindrance
 
 
 def why_too_many_incidents(job: Job) -> Reason:

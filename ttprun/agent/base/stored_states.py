@@ -89,18 +89,6 @@ def part_in(fd: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Another run's ranks, from which those of this one take over what the training has changed.
-
-    world_size  how many there were
-    paths       of their own parts
-    """
-
-    world_size: int
-    paths: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Stored:
     """One snapshot or checkpoint.
 
@@ -114,7 +102,8 @@ class Stored:
     files      paths of the files with the tensors, readable by the ranks
     rank_part  gives a rank's own part, as `Recorder.restore` takes it; raises InvalidCheckpointError if it cannot be
                read
-    origin     set if it is of other ranks or other arguments: then no rank can go on from it as it is
+    of_others  set if it is of other ranks or other arguments, so that no rank can go on from it as it is: paths of
+               those ranks' own parts, from which the ranks take over what the training has changed
     is_in_recorder  a rank's own part is in its recorder already, with all that has come since
     without    what no record holds, a sentence each: a run that goes on has it as its set-up makes it
     checked_s  seconds that it took to read all files and compare their digests; 0 if they are not on disk
@@ -127,7 +116,7 @@ class Stored:
     files: tuple[str, ...]
     rank_part: Callable[[int], dict[str, Any]]
     checked_s: float = 0.0
-    origin: Origin | None = None
+    of_others: tuple[str, ...] | None = None
     headers: Mapping[int, list[Any]] = field(default_factory=dict)
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)

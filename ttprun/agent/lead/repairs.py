@@ -198,8 +198,8 @@ class Replays(Repairs):
         node = self._node
         slot = node.slots[action.rank]
         stored = slot.stored
-        if action.source is None and stored is not None and stored.origin is not None:
-            slot.send(replace(action, adapt=to_rank.Adapt(stored.origin.paths, node.config.resume_hyperparameters)))
+        if action.source is None and stored is not None and stored.of_others is not None:
+            slot.send(replace(action, adapt=to_rank.Adapt(stored.of_others, node.config.resume_hyperparameters)))
             return
         if action.source == action.rank and slot.divergence:
             node.report_mismatch(
@@ -310,7 +310,7 @@ class Rewinds:
         for rank in action.ranks:
             node.slots[rank].stored = stored
             by_node.setdefault(node.peers.node_of(rank), []).append(rank)
-        is_adapted = stored is not None and stored.origin is not None
+        is_adapted = stored is not None and stored.of_others is not None
         for number, ranks in by_node.items():
             trusted = tuple(rank for rank in ranks if self._is_trusted(node.slots[rank]))
             filled = {"generation": node.job.generation, "is_adapted": is_adapted, "trusted": trusted}

@@ -21,7 +21,7 @@ from msgspec import structs
 
 from ttprun.agent.base import life_signs, stack_dumps
 from ttprun.agent.base.loop import unwatch
-from ttprun.agent.base.stored_states import NO_RECORD, UNUSABLE, Origin, Stored, open_checkpoint
+from ttprun.agent.base.stored_states import NO_RECORD, UNUSABLE, Stored, open_checkpoint
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, Process
 from ttprun.agent.node.process_watch import ProcessWatch
@@ -366,7 +366,7 @@ class NodeAgent:
         """What another agent orders this node's ranks to go back to. Raises if it cannot be used."""
         stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
         if stored is not None and order.is_adapted:
-            return dataclasses.replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
+            return dataclasses.replace(stored, of_others=())  # from whom each takes over, the leader says
         return stored
 
     def _go_back(self, slot: Process, stored: Stored | None, is_trusted: bool) -> None:
@@ -379,7 +379,7 @@ class NodeAgent:
         if stored is None or not stored.is_in_recorder:
             older = node.recorder_of(slot)
             recorder = node.new_recorder(slot)
-            if stored is not None and stored.origin is None:
+            if stored is not None and stored.of_others is None:
                 recorder.restore(stored.rank_part(slot.rank))
                 if is_trusted:
                     recorder.evidence.take_over(older.evidence, boundary)
