@@ -6,8 +6,8 @@
 Files, lowest floor first: `shards`, `replicas` (which ranks hold the same, and which has diverged), `job_events`,
 `members` (the ranks, and counts of them), `job`; events that other nodes report, too, are in
 `ttprun.protocol.rank_events`;
-`origins` (where ranks get their state from), `phases` (how phases and incidents begin and end, orders, ways back),
-`ladder` (ways out of an incident);
+`state_origins` (where ranks get their state from);
+`phases` (how phases and incidents begin and end, orders, ways back), `ladder` (ways out of an incident);
 `repair`, `on_leave`, `on_loss`, `on_hang`, `on_request` (handlers);
 `alone` (ranks that are jobs of their own); `machine` (the table).
 Apart from these are `hangs` (which rank hangs, from `observations`) and `membership_policy` (which nodes train). Read

@@ -16,19 +16,6 @@ from ttprun.recovery.alone import as_own
 from ttprun.recovery.job import RUNGS, Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.job_events import Saved
 from ttprun.recovery.members import Member
-from ttprun.recovery.origins import (
-    ANEW,
-    FROM_TOP,
-    NOTHING_LEFT,
-    Refusal,
-    in_memory,
-    may_rewind,
-    on_disk,
-    plan,
-    steps_reached,
-    why_no_restart,
-    why_no_source,
-)
 from ttprun.recovery.phases import (
     HALT,
     UNDONE,
@@ -48,6 +35,19 @@ from ttprun.recovery.phases import (
     reason_of,
     what_sends_back,
     why_no_rewind,
+)
+from ttprun.recovery.state_origins import (
+    ANEW,
+    FROM_TOP,
+    NOTHING_LEFT,
+    Refusal,
+    in_memory,
+    may_rewind,
+    on_disk,
+    plan,
+    steps_reached,
+    why_no_restart,
+    why_no_source,
 )
 
 

@@ -29,7 +29,6 @@ from ttprun.recovery.ladder import (
     take_lower_rung,
 )
 from ttprun.recovery.members import Member, RankState
-from ttprun.recovery.origins import why_no_restart
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     UNDONE,
@@ -41,6 +40,7 @@ from ttprun.recovery.phases import (
     unchanged,
 )
 from ttprun.recovery.shards import ReplicaGroup, groups_of, who_leaves
+from ttprun.recovery.state_origins import why_no_restart
 
 LEFT = "exit 0"  # kind of the incident
 _CONSEQUENCES = ("connection", "checkpoint", LEFT)  # kinds of incidents that a rank's leaving may have opened

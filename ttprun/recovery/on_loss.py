@@ -27,7 +27,6 @@ from ttprun.recovery.ladder import (
 )
 from ttprun.recovery.members import RankState
 from ttprun.recovery.on_leave import end_drain, give_up_replacing, let_others_finish, mark_finished
-from ttprun.recovery.origins import NO_REPLACEMENT, why_no_restart, why_no_source
 from ttprun.recovery.phases import (
     CONNECTION,
     RESUME,
@@ -41,6 +40,7 @@ from ttprun.recovery.phases import (
 )
 from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.replicas import UNKNOWN
+from ttprun.recovery.state_origins import NO_REPLACEMENT, why_no_restart, why_no_source
 
 OF_SCRIPT = Reason("same-fault-again", "this is an error of the script itself")
 NO_MEMORY = Reason("same-fault-again", "this machine had no memory left for it")

@@ -65,7 +65,6 @@ from ttprun.recovery.on_loss import (
     with_new_ranks,
     without_nodes,
 )
-from ttprun.recovery.origins import steps_reached, why_no_source
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     HALT,
@@ -82,6 +81,7 @@ from ttprun.recovery.phases import (
     unchanged,
 )
 from ttprun.recovery.repair import is_anyone_moving, why_survivors_disagree
+from ttprun.recovery.state_origins import steps_reached, why_no_source
 
 
 def why_not_replaceable(job: Job, ranks: tuple[int, ...], has_mirrors: bool = True) -> Reason:

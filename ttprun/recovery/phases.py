@@ -22,7 +22,7 @@ from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import NOBODY, WINDOW_S, FaultIdentity, FaultsTold, Incident, Job, JobPhase, Opening
 from ttprun.recovery.job_events import Saved
-from ttprun.recovery.origins import steps_reached, who_goes_back
+from ttprun.recovery.state_origins import steps_reached, who_goes_back
 
 Result = tuple[Job, tuple[Action, ...]]
 

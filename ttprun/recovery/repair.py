@@ -17,7 +17,6 @@ from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendS
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import end_job, leave_group, take_lower_rung
 from ttprun.recovery.members import Member, RankState
-from ttprun.recovery.origins import ANEW, Refusal, from_others, steps_reached, why_no_source
 from ttprun.recovery.phases import (
     FinishJob,
     LetNodeGo,
@@ -27,6 +26,7 @@ from ttprun.recovery.phases import (
     enter,
     unchanged,
 )
+from ttprun.recovery.state_origins import ANEW, Refusal, from_others, steps_reached, why_no_source
 
 
 def note_process(job: Job, event: RankStarted) -> Job:

@@ -36,7 +36,7 @@ from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.control_requests import Rejected, Reply, Request
 from ttprun.protocol.rank_events import Event, StopAsked
-from ttprun.recovery.replicas import UNKNOWN
+from ttprun.recovery.replicas import Replicas
 from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")
@@ -222,7 +222,7 @@ class Supervisor:
                 self.node.advance(event)
                 self.group.comparisons.begin_resumed(replicas)
             elif resized is not None:
-                self.node.advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
+                self.node.advance(recovery.GroupResized(at_s=now, saved=(), replicas=Replicas(), reason=resized.reason))
             self.run.injections.begin()
             self.group.wire.order_all(node_messages.Begin(node.job.generation, is_resumed))
             self.group.leader.share()

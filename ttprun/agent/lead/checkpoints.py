@@ -24,7 +24,7 @@ from ttprun.agent.lead.writer import CheckpointWriter, Written, differences_of
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import node_messages, to_rank
 from ttprun.protocol.snapshot_messages import Dumped, MirroredShare, Share, SnapshotTaken
-from ttprun.recovery.replicas import UNKNOWN, Replicas
+from ttprun.recovery.replicas import Replicas
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.files import FileEntry, Fill
 from ttprun.state.store import Draft
@@ -46,7 +46,7 @@ class SnapshotBuffer:
     shares: list[int]
     boundary: int = 0
     reports: dict[int, SnapshotTaken] = field(default_factory=dict)
-    replicas: Replicas = UNKNOWN
+    replicas: Replicas = field(default_factory=Replicas)
     is_asked: bool = False
     is_read: bool = False
 

@@ -26,8 +26,8 @@ from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Share
 from ttprun.rank.verification import PROOF_STEPS
-from ttprun.recovery.origins import may_rewind
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas
+from ttprun.recovery.state_origins import may_rewind
 from ttprun.state.cost_limits import in_words
 
 logger = logging.getLogger("ttprun")

@@ -39,7 +39,7 @@ from ttprun.protocol.codec import Refused
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.patience import MOST_TIMES, Patience
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted, SpawnFailed, StopAsked
-from ttprun.recovery.replicas import UNKNOWN, Replicas
+from ttprun.recovery.replicas import Replicas
 
 logger = logging.getLogger("ttprun")
 
@@ -63,7 +63,7 @@ class Leader:
     _shared: tuple[object, ...] = field(default=(), init=False)
     _lost: dict[int, recovery.NodeLost] = field(default_factory=dict, init=False)  # by node: not decided on yet
     _noticed: dict[int, str] = field(default_factory=dict, init=False)  # by node: it leaves, and may be drained first
-    _shared_replicas: Replicas = field(default=UNKNOWN, init=False)
+    _shared_replicas: Replicas = field(default_factory=Replicas, init=False)
     _next_s: float = field(default=0.0, init=False)
     _rows_next_s: float = field(default=0.0, init=False)
 

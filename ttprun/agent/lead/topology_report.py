@@ -8,8 +8,8 @@ from types import MappingProxyType
 from ttprun.observe.status import RankTopology, ShardedParameters, Topology
 from ttprun.protocol.from_rank import Group
 from ttprun.recovery import Job
-from ttprun.recovery.origins import FROM_TOP, if_lost, in_memory, plan
 from ttprun.recovery.replicas import Replicas
+from ttprun.recovery.state_origins import if_lost
 
 UNNAMED = "dim_"  # as torch describes the dimensions of a mesh without names
 
@@ -21,7 +21,6 @@ def topology_of(job: Job, groups: Iterable[Group], mirrors: Mapping[int, int] = 
     mirrors     bytes of each rank's mirror
     """
     replicas, world_size = job.replicas, len(job.members)
-    otherwise = plan(job, (*in_memory(job), FROM_TOP), job.settings.rungs)
     dimensions = dimensions_of(groups, world_size, replicas)
     coordinates: list[dict[str, int]] = [{} for _ in range(world_size)]
     named: dict[str, tuple[int, ...]] = {}
@@ -33,13 +32,20 @@ def topology_of(job: Job, groups: Iterable[Group], mirrors: Mapping[int, int] = 
                 coordinates[rank][name] = at
     alike = replicas.groups or [tuple(range(world_size))]
     index_of = {rank: index for index, ranks in enumerate(alike) for rank in ranks}
-    ranks = []
-    for rank, index in sorted(index_of.items()):
-        origin = if_lost(job, rank, alike[index], otherwise)
-        size, why = mirrors.get(rank, 0), str(origin.why)
-        ranks.append(RankTopology(rank, coordinates[rank], index, origin.place, size, origin.source, why))
+    ranks = tuple(
+        RankTopology(
+            rank,
+            coordinates[rank],
+            index_of[rank],
+            origin.place,
+            mirrors.get(rank, 0),
+            origin.source,
+            str(origin.why),
+        )
+        for rank, origin in sorted(if_lost(job, alike).items())
+    )
     parts = tuple(_parts_of(replicas))
-    return Topology(replicas.compared_at or 0, named, tuple(alike), tuple(replicas.all_names), tuple(ranks), parts)
+    return Topology(replicas.compared_at or 0, named, tuple(alike), tuple(replicas.all_names), ranks, parts)
 
 
 def _parts_of(replicas: Replicas) -> Iterator[ShardedParameters]:

@@ -86,17 +86,19 @@ def plan(
     return Refusal(why or NOTHING_LEFT)
 
 
-def if_lost(job: Job, rank: int, alike: Collection[int], otherwise: Plan) -> Origin:
-    """What becomes of the loss of one rank while all others live.
+def if_lost(job: Job, alike: Iterable[Collection[int]]) -> dict[int, Origin]:
+    """What becomes of the loss of each rank, while all others live.
 
-    alike       ranks that hold the same
-    otherwise   what all go back to if no lost rank can be replaced
+    alike   ranks that hold the same, together
     """
-    others = [other for other in (*alike, rank - 1, rank + 1) if other != rank and 0 <= other < len(job.members)]
-    given = plan(job, (), job.settings.rungs, others[:1], (rank,))
-    if not isinstance(given, Refusal):
-        return given[rank]
-    return (FROM_TOP if isinstance(otherwise, Refusal) else otherwise[rank])._replace(why=given.why)
+    rungs, size, losses = job.settings.rungs, len(job.members), dict[int, Origin]()
+    back = plan(job, (*in_memory(job), FROM_TOP), rungs)
+    for peers, rank in ((ranks, rank) for ranks in alike for rank in ranks):
+        others = [other for other in (*peers, rank - 1, rank + 1) if other != rank and 0 <= other < size]
+        given = plan(job, (), rungs, others[:1], (rank,))
+        otherwise = FROM_TOP if isinstance(back, Refusal) else back[rank]
+        losses[rank] = otherwise._replace(why=given.why) if isinstance(given, Refusal) else given[rank]
+    return losses
 
 
 def from_others(job: Job, ranks: Collection[int], among: Collection[int]) -> Plan:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ttprun.recovery import RUNGS, RankState, Saved, Settings, new_job
 from ttprun.recovery.job import Job
-from ttprun.recovery.origins import FROM_TOP, Origin, Place, Refusal, in_memory, on_disk, plan
 from ttprun.recovery.replicas import Replicas
+from ttprun.recovery.state_origins import FROM_TOP, Origin, Place, Refusal, in_memory, on_disk, plan
 
 RANKS = 4
 PLACES = get_args(Place)
