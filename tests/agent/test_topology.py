@@ -47,14 +47,6 @@ def test_what_one_rank_holds_alone_costs_a_snapshot() -> None:
     assert found.ranks[1].why == "no other rank holds what rank 1 held: up.weight"
 
 
-def test_without_a_snapshot_it_costs_a_restart_and_its_peer_is_named_where_there_is_one() -> None:
-    replicas = Replicas(compared_at=1, shards={"w": (0, 0, 2)})
-
-    found = topology_of(job_of(replicas, 3, snapshot=None), [])
-
-    assert [(rank.loss, rank.source) for rank in found.ranks] == [("peer", 1), ("peer", 0), ("restart", None)]
-
-
 def test_it_has_who_holds_which_part_and_what_the_mirrors_take() -> None:
     shards = {"a": (0, 1, 0, 1), "b": (0, 1, 0, 1), "c": (0, 0, 0, 3)}
     replicas = Replicas(compared_at=1, shards=shards, mirrored=frozenset((1, 3)))
@@ -65,12 +57,8 @@ def test_it_has_who_holds_which_part_and_what_the_mirrors_take() -> None:
         ShardedParameters(("a", "b"), ((0, 2), (1, 3))),
         ShardedParameters(("c",), ((0, 1, 2), (3,))),
     )
-    assert [(rank.loss, rank.mirror_bytes) for rank in found.ranks] == [
-        ("peer", 0),
-        ("buddy", 100),
-        ("peer", 0),
-        ("buddy", 200),
-    ]
+    assert [(rank.loss, rank.source) for rank in found.ranks] == [("peer", 2), ("buddy", 1), ("peer", 0), ("buddy", 3)]
+    assert [rank.mirror_bytes for rank in found.ranks] == [0, 100, 0, 200]
 
 
 def test_without_shards_all_ranks_are_peers() -> None:
