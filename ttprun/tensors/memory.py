@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy
 import torch
 
 from ttprun.device import accelerator
+from ttprun.state.files import opened
 
 _PINNED_BYTES = 256 << 20  # at once
 
@@ -79,16 +80,6 @@ def own_cgroup(listing: Path = Path("/proc/self/cgroup")) -> Path | None:
             # In a container the path may be that of the host, and the mount is our own group.
             return place if place.is_dir() else (CGROUPS / "memory" if controllers else CGROUPS)
     return None
-
-
-@contextlib.contextmanager
-def opened(path: str) -> Iterator[int]:
-    """A descriptor of such a file, for as long as it is needed. Raises OSError."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 class Memory:

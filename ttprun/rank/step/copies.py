@@ -26,7 +26,7 @@ from ttprun.groups.gloo import listen
 from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import channel, from_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Field, SlotContent, slot_of, unpack_slot
-from ttprun.tensors.memory import opened
+from ttprun.state.files import opened
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Part
 
