@@ -23,12 +23,12 @@ from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
 class WithContext(Standby):
     """A copy of a standby with a context on the device of one rank, whose place alone it can take.
 
-    late_at_s   when it is given up if it has none by then
+    began_s   when it was made; HANG_S later it is given up if it has none
     """
 
     def __init__(self, copy: StandbyCopy) -> None:
         self.become(copy)
-        self.late_at_s = time.monotonic() + HANG_S
+        self.began_s = time.monotonic()
 
 
 class Standbys:
@@ -106,7 +106,11 @@ class Standbys:
             return
         for local_rank, index in tuple(self.preloads.devices.items()):
             held = self._contexts.get(local_rank)
-            if held is not None and not held.is_ready and not (held.is_alive and time.monotonic() < held.late_at_s):
+            if (
+                held is not None
+                and not held.is_ready
+                and not (held.is_alive and time.monotonic() - held.began_s < HANG_S)
+            ):
                 del self.preloads.devices[local_rank]  # the next one would end, or take as long, as well
                 kill_session(held.process.pid)
                 what = "a standby could make no context on the device of local rank %d: a replacement makes its own"
@@ -333,8 +337,8 @@ class StandbyWatch:
         self._listen(preloaded, came, partial(preloads.lost, preloaded))
 
     def _watch_context(self, local_rank: int, standby: WithContext) -> None:
-        fields = {"rank": self._node.here[local_rank].rank, "pid": standby.process.pid}
-        self._listen(standby, lambda: self._node.log("standby_context", **fields), lambda: None)
+        log = partial(self._node.log, "standby_context", rank=self._node.here[local_rank].rank, pid=standby.process.pid)
+        self._listen(standby, lambda: log(took_s=time.monotonic() - standby.began_s), lambda: None)
 
     def _watch(self, standby: Standby) -> None:
         def lost() -> None:
