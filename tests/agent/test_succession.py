@@ -85,26 +85,3 @@ def test_an_agent_leads_if_the_process_of_the_one_that_led_closes_its_listener_a
 
     assert before == []
     assert follower.wait() == [became]
-
-
-def test_whoever_was_cut_off_from_the_leader_does_not_lead_though_that_has_ended_by_now(follower: Follower) -> None:
-    follower.peers.note_out_of_reach(0)
-    follower.leads_at.close()
-
-    follower.succession.begin(0, "[Errno 110] Connection timed out")
-
-    assert follower.wait() == ["node 1 (127.0.0.1) reaches 1 of 2 agents: the others may go on without it"]
-
-
-def test_nobody_that_was_cut_off_takes_the_refusal_of_another_node_for_its_end(
-    follower: Follower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = Listener("127.0.0.1", rendezvous.KNOWN)
-    follower.peers.pools |= {2: follower.peers.pools[1], 1: meeting.Where(**ended.where)}
-    follower.peers.node = 2
-    ended.close()
-    follower.peers.note_out_of_reach(0)
-
-    follower.succession.begin(0, "[Errno 110] Connection timed out")
-
-    assert follower.wait() == ["node 2 (unknown) reaches 1 of 3 agents: the others may go on without it"]

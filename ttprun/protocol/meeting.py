@@ -134,12 +134,12 @@ class SparePools(Message, frozen=True):
     """Where the agents listen: if the one that leads is lost, the next one does, and the others connect to it.
 
     pools    of the agents that are there, by node, the leader's among them
-    waiting  launchers that wait for slots
+    others   agents that may live beside these: they wait for slots, or were cut off a moment ago
     listeners    as in Hello, by node
     """
 
     pools: dict[int, Where]
-    waiting: int
+    others: int
     listeners: dict[int, Where] = field(default_factory=dict)
 
 

@@ -41,6 +41,7 @@ from ttprun.recovery.job_events import (
 from ttprun.recovery.ladder import cost_of_a_loss, cost_of_a_loss_alone, may_persist, why_not_saved
 from ttprun.recovery.machine import TRANSITIONS, advance
 from ttprun.recovery.members import RankState
+from ttprun.recovery.membership_policy import may_lead
 from ttprun.recovery.on_hang import has_hung_before, is_last_survivor, who_is_awaited
 from ttprun.recovery.on_leave import groups_left, is_elastic, why_not_without
 from ttprun.recovery.on_loss import is_of_script

@@ -3,7 +3,7 @@
 A node is a host with one launcher. Those that train stay, in their order, so the first of them has rank 0 afterwards
 too; those that wait join behind them in the order in which they have come. A host whose node was lost is kept waiting,
 each time twice as long; so are all that would make a number of nodes with which the ranks could not go on. Begin with
-`Membership.planned`.
+`Membership.planned`. Also here: which agent may lead (`may_lead`).
 """
 
 from __future__ import annotations
@@ -168,3 +168,13 @@ def parse_hosts(text: str, ranks_per_node: int) -> dict[str, int]:
             raise ValueError(f"'{words[:_SHOWN]}' is not 'host' or 'host:slots'")
         hosts.setdefault(host.strip(), int(slots) // ranks_per_node if colon else 1)
     return hosts
+
+
+def may_lead(reached: int, agents: int, *, has_led: bool) -> bool:
+    """Whether an agent leads on, or leads next: two never do, since of two halves the one with the old leader does.
+
+    reached   agents that it reaches, itself among them
+    agents    all that may still live, as far as it knows
+    has_led   it leads, and has lost some of them; else it would be the next one
+    """
+    return 2 * reached >= agents if has_led else 2 * reached > agents

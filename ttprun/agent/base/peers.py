@@ -42,7 +42,7 @@ class Peers:
     leader          number of the node whose agent leads
     pools           where the agents of the nodes listen, by number: the next one leads if the leader is lost
     master          address and port for the environment of new ranks
-    waiting         launchers that wait for slots, as far as this agent knows
+    others          agents that may live beside those with pools, as far as this one knows
     has_lost        some node of the group has been lost, perhaps the one that has the rendezvous store
     cut_off         lost nodes that did not answer any more: their agents may live, and go on
     without_save_dir  nodes that do not share the directory in which the leader keeps checkpoints
@@ -76,7 +76,7 @@ class Peers:
         self._waits: dict[int, Patience] = {}  # for nodes to be heard again
         self.leader = leader
         self.pools: dict[int, meeting.Where] = {}
-        self.waiting = 0
+        self.others = 0
         self.has_lost = False
         self.cut_off: set[int] = set()
         self._out_of_reach_s: list[float] = []
@@ -146,7 +146,7 @@ class Peers:
         self.cut_off.clear()
         self.pools, self.listeners = new.pools, new.listeners
         self.names |= {number: pool.address for number, pool in new.pools.items()}
-        self.waiting = new.waiting
+        self.others = new.others
 
     def hang_up(self, node: int, selector: selectors.BaseSelector, why: str) -> None:
         """A node is lost: nothing that it may still send is heard. If its agent lives, it learns why.

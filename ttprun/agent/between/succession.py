@@ -250,16 +250,13 @@ class Succession:
         if self._gathers is None:
             return
         is_late = self._gathers.look()
-        reached, agents = self._reach
-        if (self._expected <= self._heirs.keys() and 2 * reached > agents) or is_late:
-            self._gathers = None
-            self._lead() if 2 * reached > agents else self._give_up(reached, agents)
-
-    @property
-    def _reach(self) -> tuple[int, int]:
-        """(agents that have come to this one, and itself; all that may still live)."""
         peers = self.node.peers
-        return 1 + len(self._heirs) + len(self._early), len(peers.pools) + peers.waiting - len(self._ended)
+        reached = 1 + len(self._heirs) + len(self._early)  # agents that have come to this one, and itself
+        agents = len(peers.pools) + peers.others - len(self._ended)  # that may still live
+        may_lead = recovery.may_lead(reached, agents, has_led=False)
+        if (self._expected <= self._heirs.keys() and may_lead) or is_late:
+            self._gathers = None
+            self._lead() if may_lead else self._give_up(reached, agents)
 
     def _give_up(self, reached: int, agents: int) -> None:
         """The others may go on without this node; of two halves, the one with the old leader does."""

@@ -70,9 +70,8 @@ class Leader:
     def share(self) -> None:
         """Let all followers know what one of them needs if it has to lead, if anything of it is new."""
         peers, job = self.node.peers, self.node.job
-        waiting = 0 if peers.pool is None else len(peers.pool)
         there = {number: pool for number, pool in sorted(peers.pools.items()) if peers.is_connected(number)}
-        pools = meeting.SparePools(there, waiting, dict(peers.listeners))
+        pools = meeting.SparePools(there, peers.reach[1] - len(there), dict(peers.listeners))
         why_never = self.reports.checkpoints.why_never
         now = (job.incident_count, job.restarts, job.unprotected_reason, why_never, job.saved)
         is_new = pools != self._shared_pools
@@ -106,7 +105,7 @@ class Leader:
         self.decide_lost()
 
         reached, agents = peers.reach
-        if 2 * reached < agents and node.verdict is None:
+        if node.verdict is None and not recovery.may_lead(reached, agents, has_led=True):
             name = peers.name_of(peers.node)
             self.depose(f"{name} reaches {reached} of {agents} agents: the others may go on without it")
 
