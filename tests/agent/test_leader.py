@@ -37,7 +37,7 @@ class FakePeers:
         self.listeners: dict[int, meeting.Where] = {}
         self.happened: list[Any] = []
 
-    is_follower = False
+    is_follower, reach = False, (3, 3)
 
     def is_connected(self, node: int) -> bool:
         return True
@@ -66,7 +66,7 @@ def test_all_know_of_a_launcher_that_waits_before_anybody_can_see_it_in_the_even
 
     first, *_, last = peers.happened
     assert isinstance(first, meeting.SparePools)
-    assert first.waiting == 1
+    assert first.others == 1
     assert last == "node_waits"
 
 

@@ -137,6 +137,14 @@ def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
         )
 
 
+def all_compared(node: FakeNode, *, is_off: bool = False) -> Comparisons:
+    """All ranks have held the same weights; `is_off`: there are no snapshots."""
+    parts: Any = SimpleNamespace(is_off=is_off, why_off="", take_one_at_once=lambda: None), None
+    comparisons = Comparisons(node, node.wire(), *parts)  # type: ignore[arg-type]
+    hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
+    return comparisons
+
+
 def test_each_rank_is_sent_word_when_all_have_been_compared_in_full(node: FakeNode, reports: Reports) -> None:
     sent = []
     for slot in node.slots:
@@ -366,13 +374,10 @@ def test_what_is_no_message_of_a_rank_is_ignored_with_a_reason(
 def test_before_the_first_snapshot_the_console_says_what_really_happens_to_a_rank_whose_state_nobody_else_holds(
     node: FakeNode, caplog: pytest.LogCaptureFixture, rungs: set[str] | None, is_off: bool, words: list[str]
 ) -> None:
-    nobody: Any = None
     if rungs is not None:
         node.job = replace(node.job, settings=replace(node.job.settings, rungs=frozenset(rungs)))
-    times: Any = SimpleNamespace(is_off=is_off, why_off="", take_one_at_once=lambda: None)
-    comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
 
-    hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
+    all_compared(node, is_off=is_off)
 
     assert all(one in caplog.text for one in words), caplog.text
     assert "go back to" not in caplog.text
@@ -397,11 +402,8 @@ SLOW = from_rank.StateMirrored(9, why_not="a copy takes 7 ms, and a step 16 ms")
 def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_only_what_is_new(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nobody: Any = None
-    times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
     node.config.buddy = "on"
-    comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
-    hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
+    comparisons = all_compared(node)
     reports = [(0, MIRRORED), (1, MIRRORED), (2, MIRRORED), (2, MIRRORED), (1, SLOW)]
 
     said = []
@@ -423,10 +425,8 @@ def test_with_the_next_node_there_a_lost_node_takes_only_mirrors_with_it_that_fo
 ) -> None:
     nobody: Any = None
     node.peers = Peers(ranks_per_node=1, size=3, links={1: nobody, 2: nobody}, names={2: "10.0.0.3"})
-    times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
     node.config.buddy = "node"
-    comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
-    hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
+    comparisons = all_compared(node)
     for slot in node.slots:
         comparisons.note_mirrored(slot, MIRRORED)
     comparisons.note_mirror_copied(node.slots[2], from_rank.MirrorCopied(1, 5, 2 << 20, 1 << 20, "too little memory"))
@@ -451,12 +451,9 @@ def test_with_the_next_node_there_a_lost_node_takes_only_mirrors_with_it_that_fo
 def test_on_several_nodes_the_console_says_whether_a_lost_node_takes_the_mirrors_with_it(
     node: FakeNode, caplog: pytest.LogCaptureFixture, is_on_next_node: bool, where: str
 ) -> None:
-    nobody: Any = None
     node.peers = Peers(ranks_per_node=1, size=3)
-    times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
     node.config.buddy = "node" if is_on_next_node else "on"
-    comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
-    hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
+    comparisons = all_compared(node)
 
     for slot in node.slots:
         comparisons.note_mirrored(slot, MIRRORED)

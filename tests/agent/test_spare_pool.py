@@ -141,22 +141,6 @@ def test_who_runs_another_script_is_turned_away_with_what_differs(lead: Lead, wa
     assert len(lead.peers.pool or ()) == 0
 
 
-def test_strangers_are_hung_up_on_and_silent_ones_hold_up_nobody(lead: Lead, wait: Wait) -> None:
-    place = (lead.where["address"], lead.where["port"])
-    silent = [socket.create_connection(place) for _ in range(20)]
-    guessing = wait(lead.where | {"token": "guessed"})
-    waiting = wait(lead.where)
-
-    lead.run(lambda: bool(lead.came) and guessing.done())
-
-    assert guessing.result() is None
-    assert len(lead.peers.pool or ()) == 1
-    lead.peers.close(lead.selector)
-    assert waiting.result(LIMIT_S).kind == LOST
-    for sock in silent:
-        sock.close()
-
-
 def test_who_waits_hears_how_the_group_has_ended(lead: Lead, wait: Wait) -> None:
     waiting = wait(lead.where)
     lead.run(lambda: bool(lead.came))

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import errno
 import random
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.base.peers import Peers
+from ttprun.agent.base.spare_pool import SparePool
 from ttprun.agent.between.succession import Done, Succession
 from ttprun.agent.lead.conduct import Leader
 from ttprun.protocol import meeting
 
-HISTORIES = 400
+HISTORIES = 1000
+LINK: Any = SimpleNamespace(close=lambda: None)
+NOTHING: Any = None
 
 
 class Network:
-    """Agents, of which node 0's leads, launchers that wait for slots, and what each of them has noticed.
+    """Agents, of which node 0's leads, and launchers that wait for slots.
 
-    side      of each agent: only those on the same one can connect to each other
+    side      of each: only those on the same one can connect to each other
     cut       pairs whose connection broke as the network fell apart; it stays so when the network is whole again
     finished  the leader has gone on to the end of the job
     """
@@ -30,174 +34,134 @@ class Network:
         nodes, waiting = draw.randint(2, 6), draw.randint(0, 2)
         self.agents = {number: Agent(self, number, nodes, waiting) for number in range(nodes)}
         self.side = dict.fromkeys(range(nodes + waiting), 0)
-        self.waiting = range(nodes, nodes + waiting)
         self.ended: set[int] = set()
-        peers = self.agents[0].peers
-        peers.to_all = self.tell_followers  # type: ignore[method-assign]
-        nothing: Any = None
-        node: Any = SimpleNamespace(peers=peers, job=recovery.new_job(recovery.Settings(world_size=nodes)))
-        reports: Any = SimpleNamespace(checkpoints=SimpleNamespace(why_never=""))
-        self.leader = Leader(node, reports, nothing, nothing, nothing)
         self.cut: set[frozenset[int]] = set()
         self.finished: list[int] = []
+        peers = self.agents[0].peers
+        peers._links = dict.fromkeys(range(1, nodes), LINK)
+        peers.to_all = self.tell_followers  # type: ignore[method-assign]
+        node: Any = SimpleNamespace(peers=peers, job=recovery.new_job(recovery.Settings(world_size=nodes)))
+        reports: Any = SimpleNamespace(checkpoints=SimpleNamespace(why_never=""))
+        self.leader = Leader(node, reports, NOTHING, NOTHING, NOTHING)
 
     def hears(self, one: int, other: int) -> bool:
         return frozenset((one, other)) not in self.cut
 
+    def reaches(self, one: int, other: int) -> bool:
+        return self.hears(one, other) and not self.ended & {one, other}
+
+    def tell_followers(self, message: object) -> None:
+        for number in range(1, len(self.agents)):
+            if isinstance(message, meeting.SparePools) and self.reaches(0, number):
+                self.agents[number].peers.note_pools(message)
+
     def fall_apart(self) -> None:
-        """Some of one side cannot reach the others of it any more."""
-        side = self.draw.choice(sorted(self.side.values()))
-        new = max(self.side.values()) + 1
-        self.side |= {number: new for number, at in self.side.items() if at == side and self.draw.random() < 0.5}
+        new = len(self.cut) + 1
+        self.side |= {number: new for number in self.side if self.draw.random() < 0.4}
         pairs = combinations(self.side, 2)
-        self.cut |= {frozenset(pair) for pair in pairs if self.side[pair[0]] != self.side[pair[1]]}
+        self.cut |= {frozenset((one, other)) for one, other in pairs if self.side[one] != self.side[other]}
 
     def become_whole(self) -> None:
         self.side = dict.fromkeys(self.side, 0)
-
-    def finish(self) -> None:
-        """The leader does so without those that it has lost, if it may."""
-        self.lose_followers()
-        if 0 not in self.ended and recovery.may_lead(*self.agents[0].peers.reach, has_led=True):
-            self.finished = [0]
-            self.ended |= {number for number in self.side if self.hears(0, number)}  # it tells them
 
     def end(self) -> None:
         self.ended.add(self.draw.choice(sorted(self.side)))
 
     def notice(self) -> None:
-        """The leader notices one that it has lost, or tells those who hear it who is left."""
-        leader = self.agents[0].peers
-        gone = [number for number in (*leader._links, *leader.pool._waiting) if not self.reaches(0, number)]
-        if gone and self.draw.random() < 0.5:
-            self.agents[0].lose_follower(self.draw.choice(gone))
+        """The leader may notice one that it has lost, and tells those who hear it who is left."""
         if 0 not in self.ended:
+            self.agents[0].lose_followers(self.draw.randint(0, 1))
             self.leader.share()
 
-    def tell_followers(self, message: object) -> None:
-        for number, agent in self.agents.items():
-            if number and isinstance(message, meeting.SparePools) and self.reaches(0, number):
-                agent.peers.note_pools(message)
-
-    def reaches(self, one: int, other: int) -> bool:
-        return self.hears(one, other) and not self.ended & {one, other}
-
-    def lose_followers(self) -> None:
-        leader = self.agents[0]
-        for number in (*leader.peers._links, *leader.peers.pool._waiting):
-            if not self.reaches(0, number):
-                leader.lose_follower(number)
+    def finish(self) -> None:
+        """The leader does so without those that it has lost, if it may, and tells those who hear it."""
+        self.agents[0].lose_followers()
+        if 0 not in self.ended and recovery.may_lead(*self.agents[0].peers.reach, has_led=True):
+            self.finished = [0]
+            self.ended |= {number for number in self.side if self.hears(0, number)}
 
     def leaders(self) -> list[int]:
         """Those that lead once all have noticed everything."""
-        followers = [number for number in self.agents if number]
-        self.lose_followers()
+        self.agents[0].lose_followers()
         is_deposed = 0 in self.ended or not recovery.may_lead(*self.agents[0].peers.reach, has_led=True)
-        leads = self.finished if is_deposed else [0]
         self.ended |= {0} if is_deposed else set()
-        self.draw.shuffle(followers)
-        for number in followers:
+        followers = list(range(1, len(self.agents)))
+        for number in self.draw.sample(followers, len(followers)):
             if not self.reaches(0, number) and number not in self.ended:
                 self.agents[number].lose_leader(0)
-        for number in self.waiting:
-            heard = [other for other in sorted(followers) if self.reaches(number, other)]
-            if heard and not self.reaches(0, number):
-                self.agents[heard[0]].succession._early.append((FakeLink(), meeting.Hello("", -1, "", {})))
-        for number in sorted(followers):
+        for number in range(len(self.agents), len(self.side)):
+            heard = [other for other in followers if self.reaches(number, other) and not self.reaches(0, number)]
+            for other in heard[:1]:
+                self.agents[other].succession._early.append((LINK, meeting.Hello("", -1, "", {})))
+        for number in followers:
             self.agents[number].succession.look()
-        return leads + [number for number in followers if self.agents[number].became == "leader"]
-
-
-class FakeLink:
-    def close(self) -> None:
-        pass
+        leads = self.finished if is_deposed else [0]
+        return leads + [number for number in followers if self.agents[number].leads]
 
 
 class Agent:
     """A real `Peers` and a real `Succession`, whose dialling goes through the network."""
 
     def __init__(self, network: Network, number: int, nodes: int, waiting: int) -> None:
-        self.network, self.number, self.became = network, number, ""
-        pool: Any = SpareCount(waiting if number == 0 else 0, nodes)
-        links: Any = {other: FakeLink() for other in range(1, nodes)} if number == 0 else {}
-        self.peers = Peers(number, str(number), 1, {}, {}, nodes, pool, leader=0)
-        self.peers._links = links
+        self.network, self.number = network, number
+        self.leads: list[bool] = []
+        self.waiting = list(range(nodes, nodes + waiting)) if number == 0 else []
+        listener: Any = SimpleNamespace(open=lambda *_: None)
+        pool: Any = SparePool(listener, {})
+        vars(pool).update(_waiting=self.waiting, announce=lambda pools: None)
+        self.peers = Peers(number, str(number), 1, {}, {}, nodes, pool)
         self.peers.pools = {other: meeting.Where(str(other), other) for other in range(nodes)}
         self.peers.others = waiting
         node: Any = SimpleNamespace(verdict=None, peers=self.peers, selector=None, here=[], log=lambda *_, **__: None)
         follower: Any = SimpleNamespace(give_up=self.give_up)
         orders: Any = SimpleNamespace(catching_up=set(), parked={})
-        nothing: Any = None
-        self.succession = Succession(node, orders, follower, nothing, nothing, lambda: None)
-        self.succession._dial = self.dial  # type: ignore[method-assign]
-        self.succession._report_to = self.report_to  # type: ignore[method-assign]
-        self.succession._lead = self.lead  # type: ignore[method-assign]
+        self.succession = Succession(node, orders, follower, NOTHING, NOTHING, lambda: None)
+        lead = partial(self.leads.append, True)
+        vars(self.succession).update(_dial=self.dial, _report_to=self.report_to, _lead=lead)
 
     def dial(self, listener: meeting.Where, limit_s: float, done: Done) -> None:
-        if self.network.side[self.number] != self.network.side[listener.port]:
-            done(None, errno.ETIMEDOUT)
-        elif listener.port in self.network.ended:
-            done(None, errno.ECONNREFUSED)
-        else:
-            sock: Any = FakeLink()
-            done(sock, 0)
+        is_there = self.network.side[self.number] == self.network.side[listener.port]
+        has_ended = listener.port in self.network.ended
+        code = (errno.ECONNREFUSED if has_ended else 0) if is_there else errno.ETIMEDOUT
+        done(None if code else LINK, code)
 
-    def report_to(self, following: int, sock: Any, listener: meeting.Where) -> None:
-        heir: Any = SimpleNamespace(link=FakeLink())
+    def report_to(self, following: int, sock: object, listener: meeting.Where) -> None:
+        heir: Any = SimpleNamespace(link=LINK)
         self.network.agents[following].succession._heirs[self.number] = heir
         self.peers.leader = following
 
-    def lose_follower(self, number: int) -> None:
-        if number in self.peers._links:
-            del self.peers._links[number]
-            if not self.network.hears(self.number, number):
+    def lose_followers(self, most: int = 9) -> None:
+        known = (*self.peers._links, *self.waiting)
+        gone = [number for number in known if not self.network.reaches(self.number, number)]
+        for number in self.network.draw.sample(gone, min(most, len(gone))):
+            is_cut_off = not self.network.hears(self.number, number)
+            if self.peers._links.pop(number, None) is None:
+                self.waiting.remove(number)
+                self.peers.pool.out_of_reach_s += [float("inf")] * is_cut_off  # type: ignore[union-attr]
+            elif is_cut_off:
                 self.peers.note_out_of_reach(number)
-        else:
-            self.peers.pool.lose(number, is_cut_off=not self.network.hears(self.number, number))  # type: ignore[union-attr]
 
     def lose_leader(self, number: int) -> None:
         if not self.network.hears(self.number, number):
             self.peers.note_out_of_reach(number)
         self.succession.begin(number, "it is lost")
         if self.succession._gathers is not None:
-            self.succession._gathers = SimpleNamespace(look=lambda: True)  # type: ignore[assignment]
-
-    def lead(self) -> None:
-        self.became = "leader"
+            vars(self.succession).update(_gathers=SimpleNamespace(look=lambda: True))
 
     def give_up(self, reason: str, kind: str = "fail") -> None:
         """The process ends: whoever had reported to it looks for another one."""
-        self.became = reason
         self.network.ended.add(self.number)
-        for number in list(self.succession._heirs):
-            if number not in self.network.ended:
-                self.network.agents[number].lose_leader(self.number)
-
-
-class SpareCount:
-    """A spare pool in which nobody speaks."""
-
-    def __init__(self, waiting: int, nodes: int) -> None:
-        self._waiting = list(range(nodes, nodes + waiting))
-        self.out_of_reach_s: list[float] = []
-        self.announce = lambda pools: None
-        self.listener = SimpleNamespace(open=lambda *_: None)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def lose(self, number: int, *, is_cut_off: bool) -> None:
-        self._waiting.remove(number)
-        if is_cut_off:
-            self.out_of_reach_s.append(float("inf"))
+        for number in self.succession._heirs.keys() - self.network.ended:
+            self.network.agents[number].lose_leader(self.number)
 
 
 def test_two_agents_never_lead_and_one_does_if_it_reaches_more_than_half() -> None:
     for seed in range(HISTORIES):
         network = Network(random.Random(seed))
-        for _ in range(network.draw.randint(1, 6)):
-            network.draw.choice([network.fall_apart, network.become_whole, network.end, network.finish, network.notice])()
-        alive = {number for number in network.side if number not in network.ended}
+        kinds = [network.fall_apart, network.become_whole, network.end, network.finish, network.notice]
+        for happens in network.draw.choices(kinds, k=network.draw.randint(1, 6)):
+            happens()
+        alive = network.side.keys() - network.ended
         largest = max((sum(network.hears(one, other) for other in alive) for one in alive), default=0)
 
         leaders = network.leaders()

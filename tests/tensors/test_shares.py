@@ -292,34 +292,22 @@ def test_a_snapshot_is_taken_where_there_is_memory_for_the_shares_of_all_ranks(
         assert channel.sent == []
 
 
-def test_a_snapshot_is_put_off_from_an_open_boundary_to_the_next_that_is_not(
+def test_a_snapshot_is_put_off_from_an_open_boundary_to_the_next_that_is_not_as_long_as_there_may_be_one(
     monkeypatch: pytest.MonkeyPatch, trained: Trained
 ) -> None:
     monkeypatch.setattr(shares, "free_bytes", lambda: None)
     board = Board.create(2)[1]
     first = SnapshotPart(board, 0, [[memory_file()[1], memory_file()[1]]], every=20, recorder=recorder())
+    closed = [(1, 40, True), (1, 41, False), (2, 42, False), (2, 60, False)]
     taken_at = []
 
-    for asked, boundary, is_open in ((1, 40, True), (1, 41, False), (2, 42, False), (2, 60, False)):
+    for asked, boundary, is_open in (*closed, *((3, boundary, True) for boundary in range(80, 100))):
         board.set(0, Field.SNAPSHOT_ASKED, asked)
         first.agree(FakeLine(), boundary, is_open)  # type: ignore[arg-type]
         taken_at.append(board.get(0, Field.SNAPSHOT_AT))
 
-    assert taken_at == [0, 41, 41, 60]
-
-
-def test_where_every_boundary_is_open_a_snapshot_is_taken_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, trained: Trained
-) -> None:
-    monkeypatch.setattr(shares, "free_bytes", lambda: None)
-    board = Board.create(2)[1]
-    first = SnapshotPart(board, 0, [[memory_file()[1], memory_file()[1]]], every=20, recorder=recorder())
-    board.set(0, Field.SNAPSHOT_ASKED, 1)
-
-    for boundary in range(40, 60):
-        first.agree(FakeLine(), boundary, is_open=True)  # type: ignore[arg-type]
-
-    assert board.get(0, Field.SNAPSHOT_AT) == 40 + MOST_PUT_OFF
+    assert taken_at[: len(closed)] == [0, 41, 41, 60]
+    assert taken_at[-1] == 80 + MOST_PUT_OFF
 
 
 def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the_agent_knows(
