@@ -31,9 +31,9 @@ class Job:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        self.may_persist = True
+        self.why_not_saved = ""
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        monkeypatch.setattr(recovery, "may_persist", lambda job: self.may_persist)
+        monkeypatch.setattr(recovery, "why_not_saved", lambda job: self.why_not_saved)
         self.node = FakeNode()
         self.quiesce_schedule = QuiesceSchedule(self.node)  # type: ignore[arg-type]
         self.given: list[str] = []
@@ -127,7 +127,7 @@ def test_the_end_does_not_wait_for_a_repair_and_a_checkpoint_that_was_asked_for_
 
 @pytest.mark.parametrize("lacks", ["a way to save its state", "ranks", "open boundaries"])
 def test_a_job_that_has_nothing_to_wait_for_ends_at_once(job: Job, lacks: str) -> None:
-    job.may_persist = lacks != "a way to save its state"
+    job.why_not_saved = lacks if lacks == "a way to save its state" else ""
     job.stand(applied=41, open_at=0 if lacks == "open boundaries" else 41)
     if lacks == "ranks":
         job.node.slots = []

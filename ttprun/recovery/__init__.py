@@ -38,7 +38,7 @@ from ttprun.recovery.job_events import (
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.ladder import cost_of_a_loss, cost_of_a_loss_alone, may_persist, why_not_saved
+from ttprun.recovery.ladder import cost_of_a_loss, cost_of_a_loss_alone, why_not_saved
 from ttprun.recovery.machine import TRANSITIONS, advance
 from ttprun.recovery.members import RankState
 from ttprun.recovery.membership_policy import may_lead

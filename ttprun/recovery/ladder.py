@@ -222,7 +222,7 @@ def leave_group(job: Job, at_s: float, why: Reason, is_trusted: bool = True, goe
 def end_with(job: Job, at_s: float, ending: Ending, is_saved: bool = True) -> Result:
     """The job, or its processes, end so, after its state has been written if that is possible, and wanted."""
     job = replace(job, ending=ending)
-    return begin_persisting(job, at_s) if is_saved and may_persist(job) else end_job(job, at_s)
+    return begin_persisting(job, at_s) if is_saved and not why_not_saved(job) else end_job(job, at_s)
 
 
 def why_too_many_incidents(job: Job) -> Reason:
@@ -299,11 +299,6 @@ def regroup(job: Job, at_s: float, to: Saved, why: Reason, is_back: bool = False
     return enter(replace(job, ending=None), JobPhase.RESTARTING, at_s, (order,), rung=rung, reason=why)
 
 
-def may_persist(job: Job) -> bool:
-    """Whether living ranks hold state from which a later launch can resume."""
-    return not why_not_saved(job)
-
-
 def why_not_saved(job: Job) -> Reason:
     """Why the ranks cannot be made to write a checkpoint now; "" if they can."""
     if job.phase in (JobPhase.PERSISTING, JobPhase.RESTARTING, JobPhase.DONE, JobPhase.FAILED):
@@ -356,7 +351,7 @@ def cost_of_a_loss(job: Job) -> str:
     if not why_no_restart(job):
         return "all ranks start again from the top of the script, and what it has not saved itself is lost"
     # Else no launch could resume from what is saved: no replay reaches it, or the lost rank's own part is missing.
-    if may_persist(job) and not job.hindrance and not job.replicas.needs_snapshots:
+    if not why_not_saved(job) and not job.hindrance and not job.replicas.needs_snapshots:
         return "the job ends once its state is saved"
     return (
         "the job ends, and what the script has not saved itself is lost (with --max-restarts N all ranks would start "

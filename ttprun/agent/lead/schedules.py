@@ -149,7 +149,7 @@ class QuiesceSchedule:
     def _may_come(self) -> bool:
         """The ranks stand at an open boundary, or are on their way past one; the next may be another one."""
         node = self._node
-        if not node.slots or not recovery.may_persist(node.job):
+        if not node.slots or recovery.why_not_saved(node.job):
             return False
         open_at = node.board.get(LEADER, Field.OPEN_AT)
         return open_at > 0 and open_at >= node.board.get(LEADER, Field.APPLIED)
