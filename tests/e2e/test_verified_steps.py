@@ -13,8 +13,11 @@ GATED = "gated_steps.py"
 EVERY = 15  # the first one that is taken again, once a standby is ready, is of rank 1, the second one of rank 0
 # What a bit is flipped in -> the fault, and what is found first.
 CORRUPTIONS = {
-    "gradient": ("flip-gradient:rank=0,step=30,phase=backward,seed=5", "input of allreduce 1"),
-    "batch": ("flip-batch:rank=0,step=30,phase=forward,seed=5", "input of allreduce 1"),  # too little for the loss
+    "gradient": (
+        "flip-gradient:rank=0,step=30,phase=backward,seed=5",
+        "the gradient of net.0.weight (input of allreduce 1)",
+    ),
+    "batch": ("flip-batch:rank=0,step=30,phase=forward,seed=5", "the gradient of net."),  # too little for the loss
     "weight": ("flip-bit:rank=0,step=30,phase=forward,seed=5", "loss 1"),
     "optimizer state": ("flip-state:rank=0,step=30,phase=forward,seed=5", "weights of "),
 }

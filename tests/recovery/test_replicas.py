@@ -205,7 +205,7 @@ def test_shards_that_are_mirrored_need_no_snapshots() -> None:
 def test_a_step_that_was_taken_several_times_is_judged_by_two_that_agree(taken: list[str], finding: str) -> None:
     rows = [[("batch 1", "same", "0"), ("loss 1", *text.split())] for text in taken]
 
-    found, what = judge([[(name, digest, size) for name, digest, size in of_one] for of_one in rows])
+    found, what = judge([[(name, digest, size) for name, digest, size in of_one] for of_one in rows], {})
 
     assert (found, what) == (finding, "" if finding == "equal" else "loss 1")
 
@@ -213,5 +213,25 @@ def test_a_step_that_was_taken_several_times_is_judged_by_two_that_agree(taken: 
 def test_a_process_that_has_computed_more_or_less_differs() -> None:
     own = [("loss 1", "a", "1")]
 
-    assert judge([own, [], []]) == ("suspect", "loss 1")
-    assert judge([[], own, own]) == ("suspect", "loss 1")
+    assert judge([own, [], []], {}) == ("suspect", "loss 1")
+    assert judge([[], own, own], {}) == ("suspect", "loss 1")
+
+
+def test_the_parameters_are_named_whose_gradients_are_in_the_first_part_that_differs() -> None:
+    layouts = {"input of allreduce 1": [("head", 64), ("mlp.weight", 120), ("mlp.bias", 8)]}  # a part: 3 elements
+    same = "a" * 16 + "0000" * 64
+
+    def taken(*parts: int) -> list[tuple[str, str, str]]:
+        digests = ["1111" if at in parts else "0000" for at in range(64)]
+        return [("input of allreduce 1", "b" * 16 + "".join(digests), ""), ("loss 1", "c", "")]
+
+    own = [("input of allreduce 1", same, ""), ("loss 1", "c", "")]
+    said = [judge([own, taken(*at)], layouts).what for at in ((0,), (21, 40), (62,), ())]
+
+    of_bucket = "(input of allreduce 1)"
+    assert said == [
+        f"the gradient of head {of_bucket}",
+        f"the gradient of head to mlp.weight {of_bucket}",
+        f"the gradient of mlp.bias {of_bucket}",
+        "input of allreduce 1",
+    ]

@@ -228,24 +228,26 @@ def is_plain(model: Any) -> bool:
 
 
 def _layout_of(model: Any) -> list[list[torch.Tensor]]:
-    """The parameters of each bucket, by DDP's log, or as DDP forms them at first: with unused ones they stay so."""
-    parameters, are_sparse = model._build_params_for_reducer()
-    if model.find_unused_parameters:
-        ddp: Any = dist
-        limits = [ddp._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap]
-        rows, _ = ddp._compute_bucket_assignment_by_size(parameters, limits, are_sparse)
-        return [[parameters[index] for index in row] for row in reversed(rows)]
-    indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
-    return [[parameters[int(word)] for word in words.split()] for words in indices.split(",") if words]
+    """The parameters of each bucket, by DDP's log, or as DDP forms them at first: with unused ones they stay so.
+
+    [] if they are not known (yet). Not during a backward pass, which locks DDP's log.
+    """
+    try:
+        parameters, are_sparse = model._build_params_for_reducer()
+        if model.find_unused_parameters:
+            ddp: Any = dist
+            limits = [ddp._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap]
+            rows, _ = ddp._compute_bucket_assignment_by_size(parameters, limits, are_sparse)
+            return [[parameters[index] for index in row] for row in reversed(rows)]
+        indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+        return [[parameters[int(word)] for word in words.split()] for words in indices.split(",") if words]
+    except (AttributeError, IndexError, TypeError, ValueError):  # another version of torch
+        return []
 
 
 def buckets_of(model: Any, world_size: int) -> list[Bucket]:
-    """The buckets; [] if they are not known (yet). Not during a backward pass, which locks DDP's log."""
-    try:
-        rows = _layout_of(model)
-    except (AttributeError, IndexError, TypeError, ValueError):  # another version of torch
-        return []
-    buckets = [Bucket(model, row, world_size) for row in rows]
+    """The buckets; see `_layout_of`."""
+    buckets = [Bucket(model, row, world_size) for row in _layout_of(model)]
     for bucket in buckets[:-1]:
         bucket.is_last = False
     return [bucket for bucket in buckets if bucket.is_worth_it]
@@ -336,6 +338,14 @@ class Buckets:
         bucket = self._find(flat)
         return [] if bucket is None else bucket.parts(flat) or []
 
+    def layouts(self) -> list[list[torch.Tensor]]:
+        """The parameters of each bucket, in the order in which DDP reduces them; see `_layout_of`."""
+        return [row for model in self._models() for row in _layout_of(model)]
+
+    def _models(self) -> list[Any]:
+        group: Any = self._group()
+        return [model for model in group.session.observers.wrapped_models() if model.process_group is group]
+
     def end_step(self) -> None:
         """The step is committed, nothing of it will be issued again. Not called during a backward pass."""
         for _, given in self._held:
@@ -347,9 +357,8 @@ class Buckets:
             bucket.is_used = False
         if self._is_to_look:
             self._is_to_look = False
-            group: Any = self._group()
-            for model in group.session.observers.wrapped_models():
-                if model.process_group is group and self._looks.get(model, 0) < _LOOKS:
+            for model in self._models():
+                if self._looks.get(model, 0) < _LOOKS:
                     self._look_at(model)
 
     def _look_at(self, model: Any) -> None:

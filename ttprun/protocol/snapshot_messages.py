@@ -8,6 +8,9 @@ from msgspec import field
 
 from ttprun.protocol.codec import Message, OfGeneration
 
+PARTS = 64  # of a collective's input, each of which has a short digest behind that of the whole
+PART_DIGITS = 4
+
 
 class Share(Message, frozen=True):
     """One rank's share of the replicated state, which it has written.
@@ -50,6 +53,7 @@ class SnapshotTaken(Message, frozen=True):
     took_s         for the copy
     rows           set: what the step after the snapshot came to, in the order in which it was computed: what it is, its
                    digest, and how large it is, as text; `why_not` then says why it cannot be compared
+    layouts        of a row that is one of DDP's buckets: name and size of each parameter whose gradient is in it
     """
 
     number: int
@@ -59,6 +63,7 @@ class SnapshotTaken(Message, frozen=True):
     records_bytes: int = 0
     took_s: float = 0.0
     rows: tuple[tuple[str, str, str], ...] | None = None
+    layouts: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
 
 class MirroredShare(Message, frozen=True):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ttprun.protocol.rank_events import Event, LivingRankLost, RankEvent, because
-from ttprun.recovery.replicas import UNKNOWN, Judgement, Replicas, Rows, judge
+from ttprun.recovery.replicas import UNKNOWN, Judgement, Layouts, Replicas, Rows, judge
 from ttprun.recovery.shards import ReplicaGroup
 
 
@@ -68,9 +68,9 @@ class StepDiffers(LivingRankLost, frozen=True, kw_only=True):
         return f"rank {self.rank} is suspect: {self.reason}"
 
     @staticmethod
-    def judge(taken: Sequence[Rows]) -> Judgement:
+    def judge(taken: Sequence[Rows], layouts: Layouts) -> Judgement:
         """As `replicas.judge`: whether there is such an event."""
-        return judge(taken)
+        return judge(taken, layouts)
 
 
 class NodeLost(Event, frozen=True, kw_only=True):

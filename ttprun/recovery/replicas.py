@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from math import isclose
 from typing import NamedTuple
 
 from ttprun.protocol.reason import Reason
+from ttprun.protocol.snapshot_messages import PART_DIGITS, PARTS
 
 KEPT = 8  # boundaries that are not complete yet
 PART = 128  # ranks whose reports are kept together: a report copies those of its part only
@@ -364,6 +365,8 @@ def find_difference(issued: Mapping[int, Mapping[str, Sequence[str]]]) -> Differ
 
 
 Rows = Sequence[tuple[str, str, str]]
+Layouts = Mapping[str, Sequence[tuple[str, int]]]
+_WHOLE_DIGITS = 16  # of a digest, before those of its parts
 _ROUNDING = 1e-3  # of the sum of all elements: kernels that are not reproducible differ by much less
 
 
@@ -379,15 +382,16 @@ class Judgement(NamedTuple):
     what: str = ""
 
 
-def judge(taken: Sequence[Rows]) -> Judgement:
+def judge(taken: Sequence[Rows], layouts: Layouts) -> Judgement:
     """Judge a step.
 
-    taken   the rank's own, and then one or two others': what was computed, its digest, the sum of its elements
+    taken    the rank's own, and then one or two others': what was computed, its digest, the sum of its elements
+    layouts  see `SnapshotTaken`
     """
     own, first, *rest = taken
     if own == first:
         return Judgement("equal")
-    what = _first_difference(own, first)
+    what = _first_difference(own, first, layouts)
     if not rest:
         return Judgement("again", what)
     if rest[0] in (own, first):
@@ -396,10 +400,26 @@ def judge(taken: Sequence[Rows]) -> Judgement:
     return Judgement("rounding" if is_near else "inconclusive", what)
 
 
-def _first_difference(own: Rows, other: Rows) -> str:
+def _first_difference(own: Rows, other: Rows, layouts: Layouts) -> str:
     pairs = zip_longest(own, other, fillvalue=("", "", ""))
-    differing = [mine[0] or theirs[0] for mine, theirs in pairs if mine != theirs]
-    return differing[0] + (f" and {len(differing) - 1} more" if len(differing) > 1 else "")
+    differing = [(mine, theirs) for mine, theirs in pairs if mine != theirs]
+    (what, here, _), (instead, there, _) = differing[0]
+    if names := _first_part(layouts.get(what, ()), here, there):
+        what = f"the gradient of {names} ({what})"
+    return (what or instead) + (f" and {len(differing) - 1} more" if len(differing) > 1 else "")
+
+
+def _first_part(layout: Sequence[tuple[str, int]], here: str, there: str) -> str:
+    """The parameters that are in the first part that differs, "first" or "first to last"; "" if it is not known.
+
+    here, there   digest of the whole, and those of its parts; DDP reduces first what is computed first
+    """
+    digits, total = range(_WHOLE_DIGITS, len(here), PART_DIGITS), sum(size for _, size in layout)
+    differing = [at for at, digit in enumerate(digits) if here[digit:][:PART_DIGITS] != there[digit:][:PART_DIGITS]]
+    begin, end = (total * (at + more) / PARTS for at in differing[:1] or (PARTS,) for more in (0, 1))
+    ends = accumulate(size for _, size in layout)
+    names = [name for (name, size), upto in zip(layout, ends, strict=True) if begin < upto and upto - size < end]
+    return " to ".join(dict.fromkeys((*names[:1], *names[-1:])))
 
 
 def _are_near(own: Rows, other: Rows) -> bool:

@@ -462,6 +462,6 @@ class SnapshotPart:
             taken = SnapshotTaken(number, boundary, why_not=f"rank {session.rank}: {error}")
         session.channel.send(taken)
 
-    def report_step(self, channel: Channel, boundary: int, rows: list[Any], why_not: str, took_s: float) -> None:
+    def report_step(self, channel: Channel, boundary: int, why_not: str, **came_to: Any) -> None:
         """The step after a snapshot, which is verified, has ended; the arguments are those of `SnapshotTaken`."""
-        channel.send(SnapshotTaken(0, boundary, why_not, rows=tuple(rows), took_s=took_s))
+        channel.send(SnapshotTaken(0, boundary, why_not, **came_to))

@@ -146,7 +146,9 @@ class Snapshots:
                 self._note_not_verified(message.why_not)
                 return
             verified.taken.append(message)
-            judged = recovery.StepDiffers.judge([taken.rows or () for taken in verified.taken])
+            judged = recovery.StepDiffers.judge(
+                [taken.rows or () for taken in verified.taken], verified.taken[0].layouts
+            )
             if judged.finding == "again":
                 self._take_again(verified, snapshot)
             else:

@@ -20,8 +20,9 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -33,19 +34,20 @@ import xxhash
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.operations import OPERATIONS, tensors_in
 from ttprun.groups.results import Answers
-from ttprun.introspect import fail_open
+from ttprun.introspect import fail_open, stages
 from ttprun.introspect.current_rank import BATCH, LOSS, Mode, Rank
 from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.tensor_bytes import Unseen, bytes_of, comparable
 from ttprun.protocol import from_rank
+from ttprun.protocol.snapshot_messages import PART_DIGITS, PARTS
 from ttprun.rank.verification import Verifier
-from ttprun.tensors import gradients, holdings
+from ttprun.tensors import gradients, holdings, replicated
 from ttprun.tensors.shares import SnapshotPart
 
 FOLDER = "steps"  # in the directory of the run
 STATE, STEP = FILES = ("state.safetensors", "step.msgpack")
 RESULT = "taken-again.json"
-FORMAT = 2
+FORMAT = 3
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _NAMES = {BATCH: "batch", LOSS: "loss"}
 _INPUT = "collective"
@@ -60,9 +62,10 @@ class _Step:
     """One step: what it begins with, what this rank has put in, and what was given to it.
 
     is_verified   another process takes it again, and the agent compares what all of them report
-    rows          [sequence, what, [digest, sum of the elements] of each tensor put in, outputs or None] of each batch,
-                  loss and collective; the sum is "" unless the step is verified
+    rows          [sequence, what, of each tensor put in [digest, sum of its elements, digests of parts, number],
+                  outputs or None] of each batch, loss and collective; sum and parts are "" unless it is verified
     after, names  digests of what the optimizers have made of the weights, and the script's names: see holdings.py
+    layouts       number of elements -> name and size of each parameter in a bucket of DDP that has so many, one by one
     why_not       why it cannot be verified
     took_s        of the time of this rank's threads
     """
@@ -76,6 +79,7 @@ class _Step:
         self.rows: list[list[Any]] = []
         self.after: dict[str, tuple[str, str]] = {}
         self.names: dict[str, str] = {}
+        self.layouts: defaultdict[int, deque[list[tuple[str, int]]]] = defaultdict(deque)
         self.is_gathered = False
         self.why_not = ""
         self.took_s = 0.0
@@ -92,14 +96,26 @@ class _Step:
         self.took_s += time.thread_time() - began_s
         return row
 
-    def _digest_of(self, tensor: torch.Tensor) -> list[str]:
+    def begin(self, frame: FrameType, groups: Iterable[Any]) -> None:
+        """It is verified: note which gradients the buckets of DDP models over these groups will hold."""
+        named = holdings.names(frame)
+        names = {id(parameter): _short(named.get(key, key)) for key, parameter, *_ in replicated.rows()}
+        for row in (row for group in groups for row in group.buckets.layouts()):
+            layout = [(names.get(id(parameter), "another parameter"), parameter.numel()) for parameter in row]
+            self.layouts[sum(size for _, size in layout)].append(layout)
+
+    def _digest_of(self, tensor: torch.Tensor) -> list[Any]:
         elements = local_of(tensor).detach()
         if not elements.is_cpu:
             raise ValueError(_ON_DEVICE)
-        hasher = xxhash.xxh3_64(f"{elements.dtype} {list(tensor.shape)}".encode())
-        hasher.update(bytes_of(elements))
-        is_summed = self.is_verified and elements.is_floating_point()
-        return [hasher.hexdigest(), f"{elements.double().abs().sum().item():.8g}" if is_summed else ""]
+        hasher, raw = xxhash.xxh3_64(f"{elements.dtype} {list(tensor.shape)}".encode()), bytes_of(elements)
+        hasher.update(raw)
+        total = parts = ""
+        if self.is_verified and elements.is_floating_point():
+            total = f"{elements.double().abs().sum().item():.8g}"
+            ends = [len(raw) * at // PARTS for at in range(PARTS + 1)]
+            parts = "".join(xxhash.xxh3_64_hexdigest(raw[at:end])[:PART_DIGITS] for at, end in pairwise(ends))
+        return [hasher.hexdigest(), total, parts, tensor.numel()]
 
     def end(self, frame: FrameType | None) -> None:
         """The optimizers have stepped. Raises what hashing raises.
@@ -110,23 +126,26 @@ class _Step:
         with Unseen():
             self.after = holdings.in_full(None)
         if self.is_verified:
-            self.names = holdings.names(frame)
+            self.names = {key: _short(name) for key, name in holdings.names(frame).items()}
         self.took_s += time.thread_time() - began_s
 
     def report(self, session: Rank, why_not: str = "") -> None:
         """It is over, or goes no further: send what it has come to, a digest each."""
         counts: Counter[str] = Counter()
-        rows = []
+        rows, layouts = [], {}
         for _, what, digests, _ in self.rows:
             kind = what if what in _NAMES.values() else f"input of {what.partition(' ')[0]}"
-            for digest, total in digests:
+            for digest, total, parts, size in digests:
                 counts[kind] += 1
-                rows.append((f"{kind} {counts[kind]}", digest, total))
+                rows.append((name := f"{kind} {counts[kind]}", digest + parts, total))
+                if what.startswith("allreduce ") and self.layouts[size]:
+                    layouts[name] = self.layouts[size].popleft()
         for key, (weights, state) in self.after.items():
-            name = self.names.get(key, key).removeprefix("module.")
+            name = self.names.get(key, key)
             rows += [(f"weights of {name}", weights, ""), (f"optimizer state of {name}", state, "")]
         self.is_verified = False
-        session[SnapshotPart].report_step(session.channel, self.boundary, rows, self.why_not or why_not, self.took_s)
+        came_to = {"rows": tuple(rows), "layouts": layouts, "took_s": self.took_s}
+        session[SnapshotPart].report_step(session.channel, self.boundary, self.why_not or why_not, **came_to)
 
 
 class Keeper:
@@ -155,6 +174,8 @@ class Keeper:
         try:
             if last is not None:
                 last.end(frame)
+            if step.is_verified:
+                step.begin(frame, session.made.living.values())
             if self._count:
                 self._begin(step, last, frame, optimizer)
         except Exception as error:  # training continues
@@ -332,7 +353,8 @@ class Given(Mode):
         self._lock = threading.Lock()
         session.keep_by(self)
         if debug:
-            _stop_at_next_line(sys._getframe(), debug, partial(self._end, "it was left in the debugger"))
+            leave = partial(self._end, "it was left in the debugger")
+            stages.stop_at_next_line(sys._getframe(), _NOT_THE_SCRIPTS, debug, _has_nan, leave)
 
     @property
     def step(self) -> int:
@@ -373,7 +395,7 @@ class Given(Mode):
     def _compare(self, kind: str, row: list[Any], values: Sequence[Any]) -> None:
         digests = self._taken.add(row[0], row[1], values)[2]
         with self._lock:
-            if [digest for digest, _ in digests] == [digest for digest, _ in row[2]]:
+            if [digest for digest, *_ in digests] == [digest for digest, *_ in row[2]]:
                 self._equal[kind] += 1
             else:
                 what = f"what it puts into {row[1]}" if kind == _INPUT else f"the {kind}"
@@ -435,6 +457,10 @@ class Given(Mode):
             Path(self._session.run_dir, RESULT).write_text(json.dumps(result), encoding="utf-8")
 
 
+def _short(name: str) -> str:
+    return name.removeprefix("module.")
+
+
 def _what(entry: Any) -> str:
     """The operation, with all that must agree between ranks: "allreduce RedOpType.SUM float32[161]"."""
     signature = " ".join(entry.signature.split())
@@ -445,42 +471,11 @@ def _inputs_of(entry: Any) -> list[torch.Tensor]:
     """What this rank puts into an operation, as `ManagedGroup.enter` is given it."""
     if entry.op not in OPERATIONS:  # a message
         return tensors_in(entry.args[0]) if entry.op == "send" else []
-    at, _ = OPERATIONS[entry.op]
-    if at is None or (entry.op == "broadcast" and entry.group.is_receiver(entry.args)):
-        return []
-    return tensors_in(entry.args[at])
+    return [] if entry.op == "broadcast" and entry.group.is_receiver(entry.args) else entry.own_inputs
 
 
-def _stop_at_next_line(frame: FrameType | None, debug: str, leave: Any) -> None:
-    """As `to_rank.Replay.debug` says; not at once, as torch's modes are off inside a hook.
-
-    leave   called when the debugger is left with `quit`
-    """
-
-    def at_line(stopped: FrameType, event: str, argument: Any) -> Any:
-        values = comparable(stopped.f_locals.values() if debug == "nan" else ())
-        if event != "line" or (debug == "nan" and not any(bool(value.isnan().any()) for value in values)):
-            return at_line
-        sys.settrace(None)
-        if debug in ("pdb", "nan"):
-            import pdb  # not before: it imports what a script may have a file of the same name for
-
-            debugger: Any = pdb.Pdb(nosigint=True)
-            debugger.set_quit = leave
-            debugger.set_trace(stopped)
-            return debugger.trace_dispatch(stopped, event, argument)
-        code = compile(Path(debug).read_text(encoding="utf-8"), debug, "exec")
-        exec(code, stopped.f_globals, stopped.f_locals)  # in here Python takes over new values of variables
-        return None
-
-    def of_call(called: FrameType, *_: Any) -> Any:
-        return at_line if debug == "nan" and not called.f_code.co_filename.startswith(_NOT_THE_SCRIPTS) else None
-
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
-            frame.f_trace = at_line
-        frame = frame.f_back
-    sys.settrace(of_call)
+def _has_nan(frame: FrameType) -> bool:
+    return any(bool(value.isnan().any()) for value in comparable(frame.f_locals.values()))
 
 
 def _place() -> str:

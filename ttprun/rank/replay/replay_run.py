@@ -26,7 +26,6 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.jumps import Findings
 from ttprun.capture.replay.replay import Replay
 from ttprun.groups import thread_collectives
-from ttprun.groups.operations import OPERATIONS, tensors_in
 from ttprun.groups.process_group import groups_of
 from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone
 from ttprun.introspect import fail_open, stages
@@ -240,8 +239,7 @@ class ReplayRun(Replay, Mode):
     def _answer_late(self, entry: Entry) -> bool:
         """Answer an operation of a thread that this replay, which is over, has started; as in Life."""
         expected = self.session.expected
-        inputs_at, _ = OPERATIONS[entry.op]
-        inputs = [] if inputs_at is None else tensors_in(entry.args[inputs_at])
+        inputs = entry.own_inputs
         was_issued = self._answers.answer(ISSUED + entry.place, inputs, math.inf, True)
         entry.is_carried = expected is not None and expected.take_carried(entry)
         if not was_issued:
