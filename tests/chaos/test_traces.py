@@ -118,9 +118,9 @@ def test_of_other_numbers_of_ranks_the_samples_of_all_together_are_compared(
         (None, "no trace can be read from"),
         (b"\xff\xfe\x00", "it is not text"),
         (b"import torch\n", "is not a trace"),
-        (b"ttprun-trace 2\n0 0 1/1 b5\n", "is of another version of ttprun (ttprun-trace 2)"),
-        (b"ttprun-trace 1\n0 0 1/1 b5\nhello\n", "line 3: this is not a line of a trace"),
-        (b"ttprun-trace 1\n", "holds no step"),
+        (b"ttprun-trace 1\n0 0 1/1 b5\n", "is of another version of ttprun (ttprun-trace 1)"),
+        (b"ttprun-trace 2\n0 0 1/1 b5\nhello\n", "line 3: this is not a line of a trace"),
+        (b"ttprun-trace 2\n", "holds no step"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_in_one_line(

@@ -46,6 +46,16 @@ FOREIGN = re.compile(
 _GLOO = "[Gloo] Rank "  # some releases say on stdout that a group has connected; after a repair they say it again
 
 
+def command(folder: Path, *words: str, **variables: str) -> tuple[int, list[str]]:
+    """The exit code of `ttprun` with these words, and what it has written; STDIN is no variable."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ttprun", *words],
+        input=variables.pop("STDIN", ""), cwd=folder, env=environment() | variables,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
 @dataclass
 class Run:
     """A run that has ended.

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import SCRIPTS, environment
+from tests.e2e.harness import SCRIPTS
+from tests.e2e.harness import command as run
 
 SCRIPT = str(SCRIPTS / "taken_again.py")
-
-
-def run(folder: Path, *words: str, **variables: str) -> tuple[int, list[str]]:
-    """The exit code of `ttprun` with these words, and what it has written."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ttprun", *words],
-        input=variables.pop("STDIN", ""), cwd=folder, env=environment() | variables,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +83,13 @@ def test_a_step_with_nan_is_kept_and_the_debugger_stops_where_it_appears(tmp_pat
     assert "taken_again.py(25)<module>()" in "\n".join(output), output  # the line behind the loss
     equal = "rank-00001-step-00000005: 2 collectives, 1 batch, 1 loss equal"
     assert (code, output[-1].removeprefix("(Pdb) ")) == (0, equal), output
+
+
+@pytest.mark.parametrize("words", [("--pdb", "--run-code", SCRIPT), ("--pdb", "--save", "there")])
+def test_two_ways_to_look_into_a_step_are_refused_together(tmp_path: Path, words: tuple[str, ...]) -> None:
+    code, output = run(tmp_path, "replay", "run", *words)
+
+    assert (code, f"{words[0]} and {words[1]} cannot be combined" in " ".join(output)) == (2, True), output
 
 
 def test_a_run_without_kept_steps_says_how_to_keep_them(tmp_path: Path) -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import EPOCHS, SCRIPTS, Launch, Run, StartTtprun, environment
+from tests.e2e.harness import EPOCHS, SCRIPTS, Launch, Run, StartTtprun, command
 
 MOST_BYTES = 200  # of a step of a rank
 
 
 def diff(first: Path, second: Path) -> tuple[int, list[str]]:
     """What `ttprun diff` exits with, and its lines."""
-    words = [sys.executable, "-m", "ttprun", "diff", str(first), str(second)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environment())
-    return done.returncode, (done.stdout + done.stderr).splitlines()
+    return command(first.parent, "diff", str(first), str(second))
 
 
 def test_ranks_that_are_replaced_leave_the_same_chain_as_a_run_without_a_fault(
@@ -41,13 +37,10 @@ def test_ranks_that_are_replaced_leave_the_same_chain_as_a_run_without_a_fault(
 def trace_of(folder: Path, ranks: int, cause: str = "") -> Path:
     """The trace of a run of planted_causes.py."""
     trace = folder / f"{ranks}{cause or 'none'}.trace"
-    words = ["--cause", cause, "--save", str(folder / f"{ranks}.pt")]
     options = ["--nproc-per-node", str(ranks), "--trace", str(trace), "--standbys", "0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ttprun", *options, str(SCRIPTS / "planted_causes.py"), *words],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["--cause", cause, "--save", str(folder / f"{ranks}.pt")]
+    code, output = command(folder, *options, str(SCRIPTS / "planted_causes.py"), *words)
+    assert code == 0, output
     return trace
 
 
@@ -91,15 +84,13 @@ def test_the_link_that_a_planted_cause_changes_first_is_named(
 def test_a_script_is_checked_against_a_golden_trace(references: dict[int, Path]) -> None:
     """The golden one is of a run without a check's own seeds: what a script neither seeds nor draws does not count."""
     said = {}
+    words = ["--against", str(references[2]), "--steps", "14", "--nproc-per-node", "2", "--in-place"]
     for cause in ("", "weight", "sampler"):
-        words = ["--against", str(references[2]), "--steps", "14", "--nproc-per-node", "2", "--in-place"]
-        done = subprocess.run(
-            [sys.executable, "-m", "ttprun", "check", *words, str(SCRIPTS / "planted_causes.py"), "--cause", cause],
-            cwd=references[2].parent, env=environment(), capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        said[cause] = (done.returncode, done.stdout[:40])
+        to_check = ("check", *words, str(SCRIPTS / "planted_causes.py"), "--cause", cause)
+        code, lines = command(references[2].parent, *to_check)
+        said[cause] = code, lines[0][:40]
 
-    assert said[""] == (0, "no difference in 14 steps of 2 ranks\n")
+    assert said[""] == (0, "no difference in 14 steps of 2 ranks")
     assert said["weight"] == (1, "step 12, rank 1: same weights after step")
     assert said["sampler"] == (1, "step 0: other samples in the batch: the ")
 

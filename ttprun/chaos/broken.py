@@ -24,6 +24,7 @@ import torch
 from ttprun.chaos.injected_faults import Fault
 from ttprun.groups.connection import Exchange
 from ttprun.groups.gloo import Connection
+from ttprun.groups.operations import tensors_in
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.model_tensors import local_of
@@ -74,7 +75,7 @@ def flip_in(op: str, inputs: Any, seed: int) -> str:
 
 def _floating(op: str, inputs: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """The floating tensors of an operation that reduces gradients, or of a call."""
-    for index, tensor in enumerate(_tensors_in(inputs) if op in ("", *_REDUCING) else ()):
+    for index, tensor in enumerate(tensors_in(inputs) if op in ("", *_REDUCING) else ()):
         if tensor.is_floating_point() and tensor.numel() and (not op or _is_gradient(tensor)):
             yield index, tensor
 
@@ -84,14 +85,6 @@ def _flip(tensor: torch.Tensor, drawn: random.Random) -> str:
     at, bit = drawn.randrange(len(raw)), drawn.randrange(8)
     raw[at] ^= 1 << bit
     return f"bit {bit} of byte {at}"
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
 
 
 def _is_gradient(tensor: torch.Tensor) -> bool:

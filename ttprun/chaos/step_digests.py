@@ -26,12 +26,12 @@ from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.model_tensors import all_of, local_of
 from ttprun.introspect.ownership import location_key
 from ttprun.introspect.safe_reads import is_a
-from ttprun.introspect.tensor_bytes import Unseen, content_of, elements_of
+from ttprun.introspect.tensor_bytes import Unseen, content_of
 from ttprun.tensors import holdings, optimizer_registry, replicated
 
 _MOST_PARTS = 10  # of the parameters, whose gradients have a digest of their own
 _LARGE_BYTES = 1 << 26  # weights are hashed the more seldom, the more there are
-_PLAIN = (int, float, str, bytes, type(None))
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _tracer: Tracer | None = None
 
 
@@ -102,7 +102,7 @@ class Tracer:
         """A collective is about to be issued; in a backward pass it is given what this rank alone has computed."""
         if live() is not None and torch._C._current_graph_task_id() != -1:
             with contextlib.suppress(Exception), Unseen():
-                _feed(self._rolling["i"], [op, inputs])
+                feed(self._rolling["i"], [op, inputs])
         return self._inner is not None and bool(self._inner.reached_collective(op, inputs))
 
     def connected(self, *what: Any) -> None:
@@ -243,8 +243,8 @@ class Tracer:
 
     def _note_batch(self, session: Rank, samples: Any, batch: Any) -> None:
         self._note_beginning(session)
-        _feed(self._rolling["x"], samples)
-        _feed(self._rolling["b"], batch)
+        feed(self._rolling["x"], samples)
+        feed(self._rolling["b"], batch)
         for sample in samples if isinstance(samples, list) else ():
             self._samples += int(_digest(sample), 16)
         self._links |= {"u": f"{self._samples % (1 << 32):08x}"}
@@ -268,7 +268,7 @@ class Tracer:
     def _note_loss(self, session: Rank, tensors: Any) -> None:
         self._note_beginning(session)
         self._links.setdefault("q", self._random())
-        _feed(self._rolling["l"], tensors)
+        feed(self._rolling["l"], tensors)
         self._losses += 1
         first = tensors if is_a(tensors, torch.Tensor) else tensors[0]
         if first.numel() == 1:
@@ -277,30 +277,32 @@ class Tracer:
 
 def _digest(value: Any) -> str:
     hasher = xxhash.xxh3_64()
-    _feed(hasher, value)
+    feed(hasher, value)
     return hasher.hexdigest()[:8]
 
 
-def _feed(hasher: Any, value: Any) -> None:
+def feed(hasher: Any, value: Any) -> None:
     """Feed all tensors and plain values in a value to a digest; of another object its attributes."""
     if is_a(value, torch.Tensor):
-        elements = elements_of(local_of(value).detach())
-        hasher.update(f"{elements.dtype} {list(value.shape)}".encode())
-        hasher.update(content_of(elements))
+        local = local_of(value).detach()
+        hasher.update(f"{local.dtype} {list(value.shape)} {local.layout}".encode())
+        if local.layout is torch.sparse_coo:
+            feed(hasher, [local._indices(), local._values()])
+        else:
+            hasher.update(content_of(local if local.layout is torch.strided else local.to_dense()))
     elif is_a(value, dict):
-        for name, item in dict.items(value):
-            hasher.update(repr(name).encode())
-            _feed(hasher, item)
+        feed(hasher, [part for item in dict.items(value) for part in item])
     elif is_a(value, list) or is_a(value, tuple):
+        hasher.update(f"{len(value)} of ".encode())
         for item in value:
-            _feed(hasher, item)
+            feed(hasher, item)
     elif is_a(value, _PLAIN):
-        hasher.update(repr(value).encode())
+        hasher.update(f"{value!r} ".encode())
     elif hasattr(value, "tobytes"):
         hasher.update(value.tobytes())
     else:
         hasher.update(type(value).__name__.encode())
-        _feed(hasher, getattr(value, "__dict__", None))
+        feed(hasher, getattr(value, "__dict__", None))
 
 
 def live() -> Rank | None:

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -129,6 +129,10 @@ def replay(
 
     if at not in ("", "nan") or (run_code is not None and not Path(run_code).is_file()):
         raise ConfigError("--at takes 'nan', and --run-code a Python file", "see ttprun replay --help")
+    asked = {"--pdb": debugs, "--at": at, "--run-code": run_code, "--save": save_in}
+    together = [option for option, value in asked.items() if value]
+    if len(together) > 1 and together != ["--pdb", "--at"]:
+        raise ConfigError(f"{' and '.join(together)} cannot be combined", "give one of them")
     saved = Path(run or "none")
     folder = saved if (saved / "step.msgpack").is_file() else chosen(RunDirectory.find(run).path, rank, step)
     if save_in is not None:
@@ -424,23 +428,27 @@ def draw_check(report: CheckReport, kept: str | None) -> None:
         table.add_row(row.phase, str(row.step), str(row.rank), result, by, lost, took)
     if report.rows:
         console.print(table)
-    for row in _one_a_reason(report.rows):
+    by_reason: dict[str, KillOutcome] = {}
+    for row in report.rows:
+        if row.result != "exact":
+            by_reason.setdefault(row.detail, row)
+    for row in by_reason.values():
         console.print(Text(f"\n{row.phase}, step {row.step}, rank {row.rank}: {row.detail}", style="yellow"))
         if row.place:
             console.print(f"  where       {row.place}")
         console.print(f"  what to do  {row.cure}")
     for difference in report.differences:
         console.print(Text(f"differs: {difference.what} ({difference.detail})", style="bold red"))
-    for text in report.by_itself:
-        console.print(f"differs between two undisturbed runs, so it is not compared: {text}")
-    for text in report.not_proved:
-        console.print(f"not proved: {text}")
-    for text in report.late:
-        console.print(f"the others waited long for this call: {text}; for longer ones, raise --hang-timeout-s")
-    if report.missed:
-        console.print(f"not reached in {report.steps} steps: {', '.join(report.missed)} (--steps N for more steps)")
-    for line in report.tail:
-        console.print(f"  | {line}")
+    missed = f"not reached in {report.steps} steps: {', '.join(report.missed)} (--steps N for more steps)"
+    for line in (
+        *(f"differs between two undisturbed runs, so it is not compared: {text}" for text in report.by_itself),
+        *(f"not proved: {text}" for text in report.not_proved),
+        *(f"the others waited long for this call: {text}; for longer ones, raise --hang-timeout-s"
+          for text in report.late),
+        *([missed] if report.missed else []),
+        *(f"  | {line}" for line in report.tail),
+    ):  # fmt: skip
+        console.print(line)
     if report.problem:
         console.print(Text(f"problem: {report.problem}", style="bold red"))
     exact = sum(row.result == "exact" for row in report.rows)
@@ -448,12 +456,3 @@ def draw_check(report: CheckReport, kept: str | None) -> None:
     console.print(Text(f"{verdict} · {report.took_s:.0f} s", style="bold green" if report.is_exact else "bold red"))
     if not report.is_exact and kept is None:
         print("ttprun check: --folder DIR keeps the runs and their logs", file=sys.stderr)
-
-
-def _one_a_reason(rows: Sequence[KillOutcome]) -> Iterator[KillOutcome]:
-    """Of the rows that are not exact, the first with each reason."""
-    printed = set()
-    for row in rows:
-        if row.result != "exact" and row.detail not in printed:
-            printed.add(row.detail)
-            yield row

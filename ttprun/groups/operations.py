@@ -365,7 +365,7 @@ class Entry:
     @property
     def own_inputs(self) -> list[Tensor]:
         """The tensors that the operation reads."""
-        at, _ = OPERATIONS[self.op]
+        at, _ = OPERATIONS.get(self.op) or POINT_TO_POINT[self.op]
         return [] if at is None else tensors_in(self.args[at])
 
     def send_copy(self) -> None:

@@ -302,7 +302,7 @@ def read_stacks(path: Path) -> StackReport:
 # A trace: what --trace leaves, a line of digests for each step of each rank (chaos/step_digests.py).
 
 
-TRACE_HEAD = "ttprun-trace 1"
+TRACE_HEAD = "ttprun-trace 2"
 _MADE_BY = "name a file that '--trace FILE' has written, or a run that was started with it"
 Links = dict[str, str]
 

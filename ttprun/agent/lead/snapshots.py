@@ -23,6 +23,7 @@ from ttprun.errors import counted
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
+from ttprun.recovery.replicas import judge
 from ttprun.tensors.shares import version_of
 
 logger = logging.getLogger("ttprun")
@@ -105,8 +106,9 @@ class Snapshots:
             return
         if self._verified is not None and self._verified.generation != job.generation:
             self._end_verification()  # the rank may have been replaced in that step
-        if self._verified is not None and time.monotonic() - self._verified.since_s > self._limit_s:
-            self._note_not_verified(f"it takes longer than {self._limit_s:.0f} s")
+        limit_s = self._node.config.replay_timeout_s
+        if self._verified is not None and time.monotonic() - self._verified.since_s > limit_s:
+            self._note_not_verified(f"it takes longer than {limit_s:.0f} s")
         if self.share_bytes and not self._has_room and self._times.is_due(_ROOM_AHEAD_S):
             self._has_room = True
             fresh = [fd for buffer in self.buffers if not buffer.is_asked for fd in buffer.shares]
@@ -114,17 +116,14 @@ class Snapshots:
         is_taking = self._taking is not None and self._taking.is_alive()  # it would make a share longer than it is
         if self._is_pending or is_taking or self._verified is not None or not self._times.is_due():
             return
-        number = self._next_number()
+        number = self._number + 1
+        number += self.newest is self.buffers[number % len(self.buffers)]  # it stays until this one is complete
         if self.buffers[number % len(self.buffers)].is_read:
             return
         self._number, self._is_pending = number, True
         self.buffers[number % len(self.buffers)].reports = {}
         self.buffers[number % len(self.buffers)].is_asked = True
         self._node.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
-
-    @property
-    def _limit_s(self) -> float:
-        return self._node.config.replay_timeout_s
 
     def _verify(self, slot: Row, message: SnapshotTaken) -> None:
         """The rank whose step is verified has taken it: have another process take it again, from the snapshot."""
@@ -146,9 +145,7 @@ class Snapshots:
                 self._note_not_verified(message.why_not)
                 return
             verified.taken.append(message)
-            judged = recovery.StepDiffers.judge(
-                [taken.rows or () for taken in verified.taken], verified.taken[0].layouts
-            )
+            judged = judge([taken.rows or () for taken in verified.taken], verified.taken[0].layouts)
             if judged.finding == "again":
                 self._take_again(verified, snapshot)
             else:
@@ -204,11 +201,6 @@ class Snapshots:
         """If the rank waits before its step, it may take it."""
         if self._node.config.verifies_before:
             self._node.slots[verified.rank].send_if_present(to_rank.AllCompared(verified.boundary, is_of_step=True))
-
-    def _next_number(self) -> int:
-        """Its place is not that of the newest complete one."""
-        number = self._number + 1
-        return number + 1 if self.newest is self.buffers[number % len(self.buffers)] else number
 
     def take(self, slot: Row, message: SnapshotTaken) -> None:
         """A rank has written its part of a snapshot, or could not; or taken the step after it, if that is verified."""

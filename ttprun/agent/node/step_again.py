@@ -190,13 +190,12 @@ def _lead(ours: channel.Channel, kept: dict[str, Any], folder: Path, debug: str)
 
     returns   why the step cannot be taken again, and the error that has ended the script; "": none
     """
-    rank, boundary, error = kept["rank"], kept["boundary"], ""
-    ours.send(to_rank.Replay(rank, _GENERATION, boundary, None, given=str(folder.absolute()), debug=debug))
+    boundary, error, place = kept["boundary"], "", folder.absolute()
+    ours.send(to_rank.Replay(kept["rank"], _GENERATION, boundary, None, given=str(place), debug=debug))
     for message in ours.messages():
         match message:
             case from_rank.RankReplayed():
-                header = json.loads(kept["header"])
-                state = (str((folder / STATE).absolute()),)
+                header, state = json.loads(kept["header"]), (str(place / STATE),)
                 ours.send(to_rank.LoadState((), _GENERATION, boundary, state, {}, header))
             case from_rank.RankRepaired():
                 ours.send(to_rank.Resume((), _GENERATION, boundary))
@@ -204,8 +203,6 @@ def _lead(ours: channel.Channel, kept: dict[str, Any], folder: Path, debug: str)
                 return str(reason), error
             case from_rank.ScriptError():
                 error = message.error
-            case _:
-                pass
     return "", error
 
 

@@ -86,45 +86,21 @@ def digest_of(path: Path) -> tuple[str, str]:
     if zipfile.is_zipfile(path):
         import torch
 
+        from ttprun.chaos.step_digests import feed
+
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception:  # not torch's, or holding more than weights_only lets in
             pass
         else:
             digest = hashlib.sha256()
-            _feed(digest, content)
+            feed(digest, content)
             return "tensors", digest.hexdigest()
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return "bytes", digest.hexdigest()
-
-
-def _feed(digest: Any, value: Any) -> None:
-    """Feed a value to the digest: types, shapes and elements, containers in their order."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        digest.update(f"tensor {value.dtype} {list(value.shape)} {value.layout}".encode())
-        if value.layout is not torch.strided or value.is_quantized:
-            _feed(digest, [value.to_dense() if not value.is_quantized else value.int_repr()])
-            return
-        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        if flat.numel():
-            elements: Any = flat.view(torch.uint8).numpy()
-            digest.update(elements)
-    elif isinstance(value, dict):
-        digest.update(f"dict {len(value)}".encode())
-        for key, item in value.items():
-            _feed(digest, key)
-            _feed(digest, item)
-    elif isinstance(value, list | tuple):
-        digest.update(f"{type(value).__name__} {len(value)}".encode())
-        for item in value:
-            _feed(digest, item)
-    else:
-        digest.update(f"{type(value).__name__} {value!r}".encode())
 
 
 def compare_lines(

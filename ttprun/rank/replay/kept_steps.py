@@ -32,7 +32,7 @@ import torch
 import xxhash
 
 from ttprun.capture.records.recorder import Recorder
-from ttprun.groups.operations import OPERATIONS, tensors_in
+from ttprun.groups.operations import OPERATIONS
 from ttprun.groups.results import Answers
 from ttprun.introspect import fail_open, stages
 from ttprun.introspect.current_rank import BATCH, LOSS, Mode, Rank
@@ -99,7 +99,7 @@ class _Step:
     def begin(self, frame: FrameType, groups: Iterable[Any]) -> None:
         """It is verified: note which gradients the buckets of DDP models over these groups will hold."""
         named = holdings.names(frame)
-        names = {id(parameter): _short(named.get(key, key)) for key, parameter, *_ in replicated.rows()}
+        names = {id(parameter): named.get(key, key).removeprefix("module.") for key, parameter, *_ in replicated.rows()}
         for row in (row for group in groups for row in group.buckets.layouts()):
             layout = [(names.get(id(parameter), "another parameter"), parameter.numel()) for parameter in row]
             self.layouts[sum(size for _, size in layout)].append(layout)
@@ -118,7 +118,7 @@ class _Step:
         return [hasher.hexdigest(), total, parts, tensor.numel()]
 
     def end(self, frame: FrameType | None) -> None:
-        """The optimizers have stepped. Raises what hashing raises.
+        """The optimizers have stepped, or are about to. Raises what hashing raises.
 
         frame   innermost of the script, whose variables name the parameters
         """
@@ -126,7 +126,7 @@ class _Step:
         with Unseen():
             self.after = holdings.in_full(None)
         if self.is_verified:
-            self.names = {key: _short(name) for key, name in holdings.names(frame).items()}
+            self.names = {key: name.removeprefix("module.") for key, name in holdings.names(frame).items()}
         self.took_s += time.thread_time() - began_s
 
     def report(self, session: Rank, why_not: str = "") -> None:
@@ -144,8 +144,14 @@ class _Step:
             name = self.names.get(key, key)
             rows += [(f"weights of {name}", weights, ""), (f"optimizer state of {name}", state, "")]
         self.is_verified = False
-        came_to = {"rows": tuple(rows), "layouts": layouts, "took_s": self.took_s}
-        session[SnapshotPart].report_step(session.channel, self.boundary, self.why_not or why_not, **came_to)
+        session[SnapshotPart].report_step(
+            session.channel,
+            self.boundary,
+            self.why_not or why_not,
+            rows=tuple(rows),
+            layouts=layouts,
+            took_s=self.took_s,
+        )
 
 
 class Keeper:
@@ -254,6 +260,8 @@ class Keeper:
             content = {"format": FORMAT, "boundary": step.boundary, "rows": step.rows, "after": {}, "error": ""}
             with open(session.options.verified, "wb") as file:
                 file.write(msgpack.packb(content))
+            if session.options.verified_before:  # a weight may have changed since it was used
+                step.end(fail_open.caller())
             step.is_gathered = True
         except Exception as error:  # e.g. no memory: this step is not verified
             fail_open.raise_if_meant(error)
@@ -371,7 +379,8 @@ class Given(Mode):
     def answer(self, entry: Any) -> bool:
         """A collective: compare what this rank puts in, and give what it got."""
         row = self._next(entry.sequence, _what(entry))
-        self._compare(_INPUT, row, _inputs_of(entry))
+        is_received = entry.op == "broadcast" and entry.group.is_receiver(entry.args)
+        self._compare(_INPUT, row, [] if is_received else entry.own_inputs)
         if row[3] is None:
             self._end(f"the result of {entry.op} at {_place()} had not come")
         if [len(raw) for raw in row[3]] != [output.nbytes for output in entry.outputs]:
@@ -408,6 +417,7 @@ class Given(Mode):
     def begin_step(self, optimizer: Any) -> bool:
         """As in Mode; the step may be compared before the optimizer takes it."""
         if self._session.options.verified_before:
+            self._taken.end(fail_open.caller())
             self._end()
         return False
 
@@ -457,21 +467,10 @@ class Given(Mode):
             Path(self._session.run_dir, RESULT).write_text(json.dumps(result), encoding="utf-8")
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("module.")
-
-
 def _what(entry: Any) -> str:
     """The operation, with all that must agree between ranks: "allreduce RedOpType.SUM float32[161]"."""
     signature = " ".join(entry.signature.split())
     return signature if entry.op in OPERATIONS else f"{entry.op}, {signature}"
-
-
-def _inputs_of(entry: Any) -> list[torch.Tensor]:
-    """What this rank puts into an operation, as `ManagedGroup.enter` is given it."""
-    if entry.op not in OPERATIONS:  # a message
-        return tensors_in(entry.args[0]) if entry.op == "send" else []
-    return [] if entry.op == "broadcast" and entry.group.is_receiver(entry.args) else entry.own_inputs
 
 
 def _has_nan(frame: FrameType) -> bool:
