@@ -9,10 +9,7 @@ and `reached`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 _C = TypeVar("_C")
@@ -74,43 +71,3 @@ def reached_step_end() -> None:
 def reached_collective(op: str, inputs: Any) -> bool:
     """Report a collective to the listener; returns whether this rank is to skip it."""
     return listener is not None and listener.reached_collective(op, inputs)
-
-
-def stop_at_next_line(
-    frame: FrameType | None,
-    others: tuple[str, ...],
-    debug: str,
-    has_nan: Callable[[FrameType], bool],
-    leave: Callable[[], None],
-) -> None:
-    """Stop at the script's next line, as `to_rank.Replay.debug` says; not at once, as torch's modes are off in a hook.
-
-    frame    of the caller
-    others   beginnings of paths of files that are not the script's
-    has_nan  whether a variable of a frame holds a NaN
-    leave    called when the debugger is left with `quit`
-    """
-
-    def at_line(stopped: FrameType, event: str, argument: Any) -> Any:
-        if event != "line" or (debug == "nan" and not has_nan(stopped)):
-            return at_line
-        sys.settrace(None)
-        if debug in ("pdb", "nan"):
-            import pdb  # not before: it imports what a script may have a file of the same name for
-
-            debugger: Any = pdb.Pdb(nosigint=True)
-            debugger.set_quit = leave
-            debugger.set_trace(stopped)
-            return debugger.trace_dispatch(stopped, event, argument)
-        code = compile(Path(debug).read_text(encoding="utf-8"), debug, "exec")
-        exec(code, stopped.f_globals, stopped.f_locals)  # in here Python takes over new values of variables
-        return None
-
-    def of_call(called: FrameType, *_: Any) -> Any:
-        return at_line if debug == "nan" and not called.f_code.co_filename.startswith(others) else None
-
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(others):
-            frame.f_trace = at_line
-        frame = frame.f_back
-    sys.settrace(of_call)

@@ -6,17 +6,20 @@ tensors are hashed before the step (holdings.py).
 
 With `on_nan: stop`, a gradient is checked in the rank that computed it, while its all-reduce runs: afterwards the NaN
 is in all ranks, and its origin is lost. Otherwise the results of the all-reduce are checked before the step.
+Where a step is taken again on purpose, a debugger stops at the line that has made a NaN, too (`stop_at_next_line`).
 """
 
 from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +32,7 @@ from ttprun.groups.journal import Journal
 from ttprun.introspect import fail_open, host_copies
 from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.model_tensors import local_of
-from ttprun.introspect.tensor_bytes import FOLDED_FROM, bytes_of, elements_of, folded
+from ttprun.introspect.tensor_bytes import FOLDED_FROM, bytes_of, comparable, elements_of, folded
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Phase
 from ttprun.protocol.patience import Patience
@@ -385,3 +388,37 @@ def nan_in(journal: Journal) -> str:
             if entry.nan:
                 return f"{entry.op} number {journal.entries.index(entry)} of the step, {entry.nan}"
     return ""
+
+
+def stop_at_next_line(frame: FrameType | None, others: tuple[str, ...], debug: str, leave: Callable[[], None]) -> None:
+    """Stop at the script's next line, as `to_rank.Replay.debug` says; not at once, as torch's modes are off in a hook.
+
+    frame   of the caller
+    others  beginnings of paths of files that are not the script's
+    leave   called when the debugger is left with `quit`
+    """
+
+    def at_line(stopped: FrameType, event: str, argument: Any) -> Any:
+        values = comparable(stopped.f_locals.values() if debug == "nan" else ())
+        if event != "line" or (debug == "nan" and not any(bool(value.isnan().any()) for value in values)):
+            return at_line
+        sys.settrace(None)
+        if debug in ("pdb", "nan"):
+            import pdb  # not before: it imports what a script may have a file of the same name for
+
+            debugger: Any = pdb.Pdb(nosigint=True)
+            debugger.set_quit = leave
+            debugger.set_trace(stopped)
+            return debugger.trace_dispatch(stopped, event, argument)
+        code = compile(Path(debug).read_text(encoding="utf-8"), debug, "exec")
+        exec(code, stopped.f_globals, stopped.f_locals)  # in here Python takes over new values of variables
+        return None
+
+    def of_call(called: FrameType, *_: Any) -> Any:
+        return at_line if debug == "nan" and not called.f_code.co_filename.startswith(others) else None
+
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(others):
+            frame.f_trace = at_line
+        frame = frame.f_back
+    sys.settrace(of_call)

@@ -9,11 +9,12 @@ found by the agent is an event here, its rows in `machine.py`, its answer in `on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ttprun.protocol.rank_events import Event, LivingRankLost, RankEvent, because
-from ttprun.recovery.replicas import UNKNOWN, Replicas
+from ttprun.recovery.replicas import UNKNOWN, Judgement, Layouts, Replicas, Rows, judge
 from ttprun.recovery.shards import ReplicaGroup
 
 
@@ -65,6 +66,11 @@ class StepDiffers(LivingRankLost, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """The fault for an operator."""
         return f"rank {self.rank} is suspect: {self.reason}"
+
+    @staticmethod
+    def judge(taken: Sequence[Rows], layouts: Layouts) -> Judgement:
+        """As `replicas.judge`: whether there is such an event."""
+        return judge(taken, layouts)
 
 
 class NodeLost(Event, frozen=True, kw_only=True):

@@ -162,10 +162,10 @@ def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.T
     return tensors
 
 
-def names(frame: FrameType | None) -> dict[str, str]:
-    """Key of each parameter -> the script's name for it, if its variables have one."""
-    keys = {id(parameter): key for key, parameter, *_ in replicated.rows()}
-    named: dict[str, str] = {}
+def names(frame: FrameType | None, *, is_by_id: bool = False) -> dict[Any, str]:
+    """Key of each parameter, or its `id`, -> the script's name for it, if its variables have one."""
+    keys = {id(parameter): id(parameter) if is_by_id else key for key, parameter, *_ in replicated.rows()}
+    named: dict[Any, str] = {}
     modules = dict(modules_in(frame))
     for variable, module in modules.items():
         for name, parameter in parameters_of(module):

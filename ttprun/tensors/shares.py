@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +30,7 @@ from ttprun.introspect.ownership import SCALARS, user_frames, variables_of
 from ttprun.introspect.safe_reads import dictionary_of, is_a, module_of_class
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
 from ttprun.protocol.reason import Reason, pointer
-from ttprun.protocol.snapshot_messages import Share, SnapshotSize, SnapshotTaken
+from ttprun.protocol.snapshot_messages import PART_DIGITS, PARTS, Share, SnapshotSize, SnapshotTaken
 from ttprun.state.chunks import OWNER, Chunk
 from ttprun.state.files import CannotReshardError, write_file
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
@@ -461,6 +462,12 @@ class SnapshotPart:
         except Exception as error:  # training continues
             taken = SnapshotTaken(number, boundary, why_not=f"rank {session.rank}: {error}")
         session.channel.send(taken)
+
+    @staticmethod
+    def digests_of_parts(raw: Any) -> str:
+        """The digests of PARTS equal parts of a tensor's bytes, PART_DIGITS characters each."""
+        ends = [len(raw) * at // PARTS for at in range(PARTS + 1)]
+        return "".join(xxhash.xxh3_64_hexdigest(raw[at:end])[:PART_DIGITS] for at, end in pairwise(ends))
 
     def report_step(self, channel: Channel, boundary: int, why_not: str, **came_to: Any) -> None:
         """The step after a snapshot, which is verified, has ended; the arguments are those of `SnapshotTaken`."""

@@ -23,7 +23,6 @@ from ttprun.errors import counted
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.snapshot_messages import SnapshotTaken
-from ttprun.recovery.replicas import judge
 from ttprun.tensors.shares import version_of
 
 logger = logging.getLogger("ttprun")
@@ -145,7 +144,9 @@ class Snapshots:
                 self._note_not_verified(message.why_not)
                 return
             verified.taken.append(message)
-            judged = judge([taken.rows or () for taken in verified.taken], verified.taken[0].layouts)
+            judged = recovery.StepDiffers.judge(
+                [taken.rows or () for taken in verified.taken], verified.taken[0].layouts
+            )
             if judged.finding == "again":
                 self._take_again(verified, snapshot)
             else:

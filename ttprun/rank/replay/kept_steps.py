@@ -22,7 +22,6 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -34,14 +33,13 @@ import xxhash
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.operations import OPERATIONS
 from ttprun.groups.results import Answers
-from ttprun.introspect import fail_open, stages
+from ttprun.introspect import fail_open
 from ttprun.introspect.current_rank import BATCH, LOSS, Mode, Rank
 from ttprun.introspect.model_tensors import local_of
 from ttprun.introspect.tensor_bytes import Unseen, bytes_of, comparable
 from ttprun.protocol import from_rank
-from ttprun.protocol.snapshot_messages import PART_DIGITS, PARTS
-from ttprun.rank.verification import Verifier
-from ttprun.tensors import gradients, holdings, replicated
+from ttprun.rank.verification import Verifier, stop_at_next_line
+from ttprun.tensors import gradients, holdings
 from ttprun.tensors.shares import SnapshotPart
 
 FOLDER = "steps"  # in the directory of the run
@@ -98,8 +96,7 @@ class _Step:
 
     def begin(self, frame: FrameType, groups: Iterable[Any]) -> None:
         """It is verified: note which gradients the buckets of DDP models over these groups will hold."""
-        named = holdings.names(frame)
-        names = {id(parameter): named.get(key, key).removeprefix("module.") for key, parameter, *_ in replicated.rows()}
+        names = {key: name.removeprefix("module.") for key, name in holdings.names(frame, is_by_id=True).items()}
         for row in (row for group in groups for row in group.buckets.layouts()):
             layout = [(names.get(id(parameter), "another parameter"), parameter.numel()) for parameter in row]
             self.layouts[sum(size for _, size in layout)].append(layout)
@@ -113,8 +110,7 @@ class _Step:
         total = parts = ""
         if self.is_verified and elements.is_floating_point():
             total = f"{elements.double().abs().sum().item():.8g}"
-            ends = [len(raw) * at // PARTS for at in range(PARTS + 1)]
-            parts = "".join(xxhash.xxh3_64_hexdigest(raw[at:end])[:PART_DIGITS] for at, end in pairwise(ends))
+            parts = SnapshotPart.digests_of_parts(raw)
         return [hasher.hexdigest(), total, parts, tensor.numel()]
 
     def end(self, frame: FrameType | None) -> None:
@@ -362,7 +358,7 @@ class Given(Mode):
         session.keep_by(self)
         if debug:
             leave = partial(self._end, "it was left in the debugger")
-            stages.stop_at_next_line(sys._getframe(), _NOT_THE_SCRIPTS, debug, _has_nan, leave)
+            stop_at_next_line(sys._getframe(), _NOT_THE_SCRIPTS, debug, leave)
 
     @property
     def step(self) -> int:
@@ -471,10 +467,6 @@ def _what(entry: Any) -> str:
     """The operation, with all that must agree between ranks: "allreduce RedOpType.SUM float32[161]"."""
     signature = " ".join(entry.signature.split())
     return signature if entry.op in OPERATIONS else f"{entry.op}, {signature}"
-
-
-def _has_nan(frame: FrameType) -> bool:
-    return any(bool(value.isnan().any()) for value in comparable(frame.f_locals.values()))
 
 
 def _place() -> str:
