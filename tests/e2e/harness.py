@@ -46,13 +46,18 @@ FOREIGN = re.compile(
 _GLOO = "[Gloo] Rank "  # some releases say on stdout that a group has connected; after a repair they say it again
 
 
-def command(folder: Path, *words: str, **variables: str) -> tuple[int, list[str]]:
-    """The exit code of `ttprun` with these words, and what it has written; STDIN is no variable."""
-    done = subprocess.run(
+def ttprun(*words: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """One of ttprun's other commands; STDIN is no variable."""
+    return subprocess.run(
         [sys.executable, "-m", "ttprun", *words],
         input=variables.pop("STDIN", ""), cwd=folder, env=environment() | variables,
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
+
+
+def command(folder: Path, *words: str, **variables: str) -> tuple[int, list[str]]:
+    """The exit code of one of ttprun's commands, and what it has written."""
+    done = ttprun(*words, folder=folder, **variables)
     return done.returncode, (done.stdout + done.stderr).splitlines()
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.harness import SCRIPTS, environment
-
-LIMIT_S = 400.0
+from tests.e2e.harness import SCRIPTS, ttprun
 
 
 def check(
@@ -20,15 +16,7 @@ def check(
     """Check a test script in a working folder of its own; returns the exit code and the report."""
     folder.mkdir()
     shutil.copy(SCRIPTS / script, folder / script)
-    done = subprocess.run(
-        [sys.executable, "-m", "ttprun", "check", "--json", *options, f"--nproc-per-node={ranks}", script, *words],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = ttprun("check", "--json", *options, f"--nproc-per-node={ranks}", script, *words, folder=folder)
     assert done.stdout, done.stderr
     assert [path.name for path in folder.iterdir()] == [script], "the check has written into the user's folder"
     return done.returncode, json.loads(done.stdout)

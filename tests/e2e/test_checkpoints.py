@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from tests.e2e.harness import (
     StartTtprun,
     Undisturbed,
     assert_same_outcome,
-    environment,
+    ttprun,
 )
 
 
@@ -257,10 +255,3 @@ def flip_a_byte(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-5] ^= 1
     path.write_bytes(raw)
-
-
-def ttprun(*words: str) -> subprocess.CompletedProcess[str]:
-    """One of ttprun's other commands."""
-    return subprocess.run(
-        [sys.executable, "-m", "ttprun", *words], capture_output=True, text=True, env=environment(), check=False
-    )

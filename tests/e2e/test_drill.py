@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import SCRIPTS, environment
+from tests.e2e.harness import SCRIPTS, ttprun
 
-LIMIT_S = 300.0
 SCENARIO = """\
 script: {script}
 arguments: ["--out={{folder}}/out"]
@@ -27,15 +24,7 @@ def drill(folder: Path, script: Path, *faults: str) -> tuple[int, dict[str, Any]
     """Run a drill; returns its exit code and its report."""
     text = SCENARIO.format(script=script) + "".join(f"  - {fault}\n" for fault in faults)
     (folder / "scenario.yaml").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "ttprun", "drill", "scenario.yaml", "--json", "--folder", str(folder / "runs")],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = ttprun("drill", "scenario.yaml", "--json", "--folder", str(folder / "runs"), folder=folder)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -53,9 +42,7 @@ def test_a_drill_of_a_script_that_recovers_is_identical_and_pairs_the_fault(tmp_
 
 
 def test_the_demonstration_ends_with_the_weights_of_torchrun_and_shows_both_hashes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ttprun", "demo"], env=environment(), capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = ttprun("demo")
 
     assert done.returncode == 0, done.stdout + done.stderr
     by_torchrun, by_ttprun = (line.split()[-1] for line in done.stdout.splitlines()[-2:])

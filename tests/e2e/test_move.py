@@ -21,6 +21,7 @@ from tests.e2e.harness import (
     assert_recovered_by,
     assert_same_outcome,
     environment,
+    ttprun,
 )
 
 SHARDED = "fsdp_model.py"
@@ -28,9 +29,8 @@ SHARDED = "fsdp_model.py"
 
 def move(launch: Launch, *words: object) -> subprocess.CompletedProcess[str]:
     """Ask again as long as the ranks have not been compared."""
-    command = [sys.executable, "-m", "ttprun", "move", *map(str, words), "--run", str(launch.run_dir), "--json"]
     while True:
-        asked = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+        asked = ttprun("move", *map(str, words), "--run", str(launch.run_dir), "--json")
         if "compared yet" not in asked.stderr and "not yet" not in asked.stderr:
             return asked
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Launch, Run, StartTtprun, Undisturbed, environment
+from tests.e2e.harness import Launch, Run, StartTtprun, Undisturbed, ttprun
 
 SCRIPT = "each_for_itself.py"
 Again = Callable[..., Launch]
@@ -78,8 +76,7 @@ def test_one_process_is_saved_on_request_and_goes_on_with_other_arguments_which_
 ) -> None:
     """The scheduler's learning rate is the checkpoint's, so that the outcome is that of the old arguments."""
     launch = again(False)
-    words = [sys.executable, "-m", "ttprun", "checkpoint", "now", "--run", str(launch.run_dir)]
-    asked = subprocess.run(words, capture_output=True, text=True, timeout=180, env=environment())
+    asked = ttprun("checkpoint", "now", "--run", str(launch.run_dir))
     launch.kill_agent()
     launch.finish()
 

@@ -70,22 +70,19 @@ def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those
     assert "rank 0 is suspect: it has computed" in run.output, run.story()
 
 
-def test_if_it_is_compared_before_the_optimizer_uses_it_no_step_is_lost(corrupted: Corrupted) -> None:
-    fault, named = CORRUPTIONS["gradient"]
-
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [CORRUPTIONS["gradient"], ("flip-bit:rank=0,step=30,phase=backward,seed=5", "weights of net.")],
+    ids=["a gradient", "a weight, after its use"],
+)
+def test_if_it_is_compared_before_the_optimizer_uses_it_no_step_is_lost(
+    corrupted: Corrupted, fault: str, named: str
+) -> None:
     run = corrupted(fault, f"1/{EVERY},before")
 
     (incident,) = run.incidents
     assert (incident["outcome"], incident["ranks"], incident["steps_lost"]) == ("recovered", [0], 0), run.story()
     assert f"it has computed {named}" in incident["reason"], run.story()
-
-
-def test_a_weight_that_changes_after_its_use_is_found_before_the_optimizer_takes_its_step(corrupted: Corrupted) -> None:
-    run = corrupted("flip-bit:rank=0,step=30,phase=backward,seed=5", f"1/{EVERY},before")
-
-    (incident,) = run.incidents
-    assert (incident["outcome"], incident["ranks"], incident["steps_lost"]) == ("recovered", [0], 0), run.story()
-    assert "it has computed weights of net." in incident["reason"], run.story()
 
 
 def test_of_a_sound_run_with_dropout_and_workers_nothing_is_said_and_its_outcome_is_the_same(
