@@ -387,7 +387,9 @@ def test_from_the_first_snapshot_on_the_console_promises_it(
     node: FakeNode, reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
     comparisons: Any = reports.comparisons
-    node.job = replace(node.job, snapshot=4, replicas=Replicas(compared_at=1, shards={"w": (0, 1, 2)}))
+    node.job = replace(
+        node.job, in_memory=(recovery.Saved(4),), replicas=Replicas(compared_at=1, shards={"w": (0, 1, 2)})
+    )
 
     comparisons.note_snapshot()
 

@@ -11,7 +11,7 @@ from ttprun.agent.lead.topology_report import dimensions_of, topology_of
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.status import ShardedParameters, read_topology
 from ttprun.protocol.from_rank import Group
-from ttprun.recovery import Settings, new_job
+from ttprun.recovery import Saved, Settings, new_job
 from ttprun.recovery.job import Job
 from ttprun.recovery.replicas import Replicas
 
@@ -19,9 +19,9 @@ TENSOR = [[0, 1, 2, 3], [4, 5, 6, 7]]
 DATA = [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def job_of(replicas: Replicas, ranks: int, snapshot: int | None = 3) -> Job:
+def job_of(replicas: Replicas, ranks: int) -> Job:
     """A job that was compared."""
-    return replace(new_job(Settings(world_size=ranks)), replicas=replicas, snapshot=snapshot)
+    return replace(new_job(Settings(world_size=ranks)), replicas=replicas, in_memory=(Saved(3),))
 
 
 @pytest.mark.parametrize("is_named", [True, False])

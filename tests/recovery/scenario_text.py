@@ -236,7 +236,7 @@ def write_action(action: Action) -> str:
     name = type(action).__name__
     if not isinstance(action, RecordIncident):
         pairs = [(name, getattr(action, name)) for name in given_fields(action)]
-        pairs = [(key, value) for key, value in pairs if (key, value) != ("rank", None)]
+        pairs = [(key, value) for key, value in pairs if (key, value) not in (("rank", None), ("is_own", False))]
     else:
         incident = action.incident
         others = [field.name for field in fields(incident) if field.name not in {*RECORDED_FIRST, *RECORDED_NEVER}]

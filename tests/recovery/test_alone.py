@@ -43,7 +43,7 @@ class AloneWorld(FakeWorld):
         if is_loss and recovery.is_alone(self.job, event.rank) and self.job.members[event.rank].pid == event.pid:
             kept = event.boundary - event.boundary % self.kept_every
             self.snapshot_boundary = kept
-            super().hear(recovery.SnapshotTaken(rank=event.rank, boundary=kept or None, at_s=0.0))
+            super().hear(recovery.SnapshotTaken(rank=event.rank, boundary=kept or None, is_own=True, at_s=0.0))
         if isinstance(event, recovery.DeadlinePassed) and event.rank is None:
             for rank, own in self.job.alone.items():
                 super().hear(replace(event, rank=rank, generation=own.generation))

@@ -39,7 +39,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return replace(
         job,
         replicas=draw(REPLICAS),
-        snapshot=draw(st.sampled_from([None, 3, 7])),
+        in_memory=tuple(draw(st.lists(st.builds(Saved, st.sampled_from([3, 7])), max_size=1))),
         saved=tuple(Saved(boundary, f"/save/{boundary}") for boundary in sorted(saved, reverse=True)),
     )
 
@@ -85,7 +85,7 @@ def test_no_cheaper_way_is_possible_than_the_one_that_is_taken(job: Job) -> None
 
 @given(job=jobs())
 def test_what_is_void_gives_no_state_any_more(job: Job) -> None:
-    void = replace(job, snapshot=None, saved=(), replicas=replace(job.replicas, mirrored=frozenset()))
+    void = replace(job, in_memory=(), saved=(), replicas=replace(job.replicas, mirrored=frozenset()))
 
     found = plan(void, holdings_of(void), job.settings.rungs, job.survivors)
 

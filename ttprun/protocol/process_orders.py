@@ -60,6 +60,7 @@ class Rewind(Action, frozen=True):
     ranks        all ranks of the job, or the one that goes back alone; filled in: those of one node
     boundary     of the snapshot or checkpoint; 0: the ranks begin anew, and have no past
     place        directory of the checkpoint; "": what the agent itself keeps, or nothing
+    is_own       what the agent keeps is the rank's own state, and no snapshot
     generation   of the job; filled in
     is_adapted   it is of other ranks or arguments: the ranks have no past; filled in
     trusted      those of which nothing says that their state was wrong: they must do again what they have done since;
@@ -69,6 +70,7 @@ class Rewind(Action, frozen=True):
     ranks: tuple[int, ...]
     boundary: int
     place: str = ""
+    is_own: bool = False
     generation: int = 0
     is_adapted: bool = False
     trusted: tuple[int, ...] = ()

@@ -238,10 +238,10 @@ class Job:
     faults               that opened incidents at the newest boundary, to recognize one that comes back
     openings             of incidents within WINDOW_S
     rewinds              the causes of rewinds to the current snapshot so far
-    snapshot             boundary of the newest complete snapshot; None if there is none
+    in_memory            what outlives the ranks' processes there: the newest snapshot, of a rank alone also its own
+                         state; the newest first
     saved                checkpoints on disk from which all can resume, in the order of preference
-    back_to              the stored state from which all resume, its place "" for the snapshot; boundary 0: from the
-                         script's top; None: no rewind
+    back_to              the stored state from which all resume; boundary 0: from the script's top; None: no rewind
     is_resumed           the current rewind is that of a new launch
     is_contradicted      in the open incident a replay has differed from the run: what others come to must be compared
     is_growing           nodes have come, and their ranks have not trained yet
@@ -273,7 +273,7 @@ class Job:
     faults: tuple[FaultIdentity, ...] = ()
     openings: tuple[Opening, ...] = ()
     rewinds: tuple[FaultIdentity, ...] = ()
-    snapshot: int | None = None
+    in_memory: tuple[Saved, ...] = ()
     saved: tuple[Saved, ...] = ()
     back_to: Saved | None = None
     is_resumed: bool = False
@@ -337,6 +337,11 @@ class Job:
         if not self.count("hindered"):
             return Reason()
         return next(member.hindrance for member in self.members if member.hindrance)
+
+    @property
+    def snapshot(self) -> int | None:
+        """The boundary of the newest complete snapshot; None if there is none."""
+        return next((saved.boundary for saved in self.in_memory if not saved.is_own), None)
 
     @property
     def replacements(self) -> tuple[Member, ...]:

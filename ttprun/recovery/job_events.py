@@ -209,22 +209,26 @@ class SnapshotTaken(Event, frozen=True, kw_only=True):
 
     boundary   at which it was taken; None: there is none any more
     rank       whose own it is, which trains alone; None: that of all ranks
+    is_own     it is what a rank that is alone keeps of itself, beside which there may be a snapshot
     """
 
     boundary: int | None
     rank: int | None = None
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint on disk from which all ranks can resume.
+    """A stored state from which all ranks, or one that is alone, can resume.
 
     boundary   of the optimizer step that it holds
-    place      its directory
+    place      directory of the checkpoint; "": it is in memory
+    is_own     in memory: it is what the rank that is alone keeps of itself, and no snapshot
     """
 
     boundary: int
-    place: str
+    place: str = ""
+    is_own: bool = False
 
 
 class ResumeAsked(Event, frozen=True, kw_only=True):

@@ -132,10 +132,10 @@ def go_to_stored(job: Job, at_s: float, why: Reason, is_trusted: bool) -> Result
         return leave_group(job, at_s, why or given.why, is_trusted)
     origin = next(iter(given.values()))
     if origin.place == "snapshot":
-        why_hopeless = why_no_rewind(job) or why_too_many_incidents(job)
+        why_hopeless = why_no_rewind(job, origin.stored) or why_too_many_incidents(job)
         if why_hopeless:
             return fail_job(job, at_s, why_hopeless.within(f"{why_hopeless}: {why}"), has_progress=False, rung="fail")
-        job = replace(job, rewinds=(*job.rewinds, what_sends_back(job)))
+        job = replace(job, rewinds=(*job.rewinds, what_sends_back(job, origin.stored)))
     elif steps_reached(job):
         why = why or origin.why or NOTHING_LEFT
         why = why.within(f"{why}; it starts anew")
@@ -162,7 +162,8 @@ def leave_way_back(job: Job, at_s: float, why: Reason, is_refusal: bool) -> Resu
     is_trusted = not job.is_contradicted  # else some have come to their places with other variables
     if not failed.place:
         why = why.within(f"going back to the snapshot of step {failed.boundary} failed: {why}")
-        return go_to_stored(replace(job, snapshot=None), at_s, why, is_trusted)
+        job = replace(job, in_memory=tuple(saved for saved in job.in_memory if saved != failed))
+        return go_to_stored(job, at_s, why, is_trusted)
     note = NoteUnusable(failed.place, str(why), is_refusal)
     job = replace(job, saved=tuple(saved for saved in job.saved if saved != failed))
     why = why.within(f"the run cannot resume from the checkpoint of step {failed.boundary}: {why}")
@@ -321,7 +322,7 @@ def why_not_saved(job: Job) -> Reason:
 
 def holds_state(job: Job) -> bool:
     """Whether a rank lives that can write its state, or else what lost ranks have left in shared memory can be."""
-    return bool(job.survivors) or job.snapshot is not None
+    return bool(job.survivors or job.in_memory)
 
 
 def begin_persisting(job: Job, at_s: float) -> Result:
@@ -334,10 +335,10 @@ def begin_persisting(job: Job, at_s: float) -> Result:
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
     job = replace(job, members=job.members.with_each(Member.with_answers_forgotten))
     kills = (KillRank(member.rank, "the job ends before it has caught up") for member in useless)
-    snapshot = job.snapshot
-    if not job.survivors and snapshot is not None:
-        job = replace(job, persists_at=snapshot)
-        order = Persist((), job.generation, snapshot, "dying gasp")
+    if not job.survivors and job.in_memory:
+        newest = job.in_memory[0]
+        job = replace(job, persists_at=newest.boundary)
+        order = Persist((), job.generation, newest.boundary, "dying gasp", newest.is_own)
         return enter(job, JobPhase.PERSISTING, at_s, (*kills, order, deadline_of(job, JobPhase.PERSISTING)))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     deadline = SetDeadline(job.generation, HALT, job.settings.limits.halt_s)

@@ -212,7 +212,7 @@ def on_node_lost(job: Job, event: NodeLost) -> Result:
     lost = tuple(rank for rank in event.ranks if job.members[rank].life in (RankState.LIVE, RankState.LOST))
     if not lost:
         return unchanged(job, event)
-    job = replace(without_nodes(job, lost), snapshot=None)
+    job = replace(without_nodes(job, lost), in_memory=())
     event = structs.replace(event, ranks=lost)
     if job.alone or job.count("trains alone"):
         return take_lower_rung(
@@ -291,7 +291,7 @@ def with_new_ranks(job: Job) -> Job:
         unprotected_reason=Reason(),
         replicas=UNKNOWN,
         rewinds=(),
-        snapshot=None,
+        in_memory=(),
         back_to=None,
         is_resumed=False,
         went_back_to=None,
@@ -368,7 +368,7 @@ def why_not_protected(job: Job, needs_process: bool = True) -> Reason:
 
 def why_not_replayed(job: Job, event: LossEvent) -> Reason:
     """Why no replay would reach a lost rank's boundary; "" if one may, or need not."""
-    if job.settings.is_alone and job.snapshot is not None:
+    if job.settings.is_alone and job.in_memory:
         return Reason()
     if event.boundary == 0 or job.back_to is not None:
         return Reason()

@@ -260,11 +260,13 @@ def on_group_resized(job: Job, event: GroupResized) -> Result:
 
 
 def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
-    """There is a newer snapshot to rewind to, unless no replay could reach it."""
+    """There is a newer snapshot, or own state, to go back to, unless no replay could reach it."""
     if job.hindrance and not job.settings.is_alone:  # a rank that is alone keeps only what a replay can reach
         return job, ()
-    rewinds = job.rewinds if event.boundary == job.snapshot else ()
-    return replace(job, snapshot=event.boundary, rewinds=rewinds), ()
+    other = (saved for saved in job.in_memory if saved.is_own != event.is_own)
+    new = () if event.boundary is None else (Saved(event.boundary, is_own=event.is_own),)
+    in_memory = tuple(sorted((*new, *other), key=lambda saved: -saved.boundary))
+    return replace(job, in_memory=in_memory, rewinds=job.rewinds if in_memory == job.in_memory else ()), ()
 
 
 def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
@@ -425,7 +427,7 @@ def on_node_lost_to_persist(job: Job, event: NodeLost) -> Result:
     if job.ending is None:
         return giving_up(job, event.sentence, on_node_lost(job, event))
     gone = tuple(rank for rank in event.ranks if job.members[rank].life is not RankState.FINISHED)
-    job = replace(without_nodes(job, gone), snapshot=None)
+    job = replace(without_nodes(job, gone), in_memory=())
     return persist_without(job, gone, event.at_s, "all ranks were lost")
 
 

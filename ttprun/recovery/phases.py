@@ -59,12 +59,14 @@ class Persist(Action, frozen=True):
 
     ranks     survivors; each writes a part of what they all hold. None: what shared memory keeps of it is written
     cause     for the checkpoint's manifest
+    is_own    without ranks: what the rank that is alone keeps of itself is written, and no snapshot
     """
 
     ranks: tuple[int, ...]
     generation: int
     boundary: int
     cause: str
+    is_own: bool = False
 
 
 class GiveUpCheckpoint(Action, frozen=True):
@@ -305,23 +307,23 @@ def go_back(job: Job, at_s: float, to: Saved, why: Reason) -> Result:
     return begin_rewind(job, at_s)
 
 
-def why_no_rewind(job: Job) -> Reason:
-    """Why another rewind to the snapshot would not help; "" if it may."""
-    cause = what_sends_back(job)
+def why_no_rewind(job: Job, to: Saved) -> Reason:
+    """Why another rewind to a snapshot would not help; "" if it may."""
+    cause = what_sends_back(job, to)
     times = job.rewinds.count(cause)
     if times < job.settings.max_rewinds:
         return Reason()
     return Reason(
         "same-fault-again",
-        f"all ranks went back to step {job.snapshot} {times} times, and the same fault comes back ({cause.kind})",
+        f"all ranks went back to step {to.boundary} {times} times, and the same fault comes back ({cause.kind})",
     )
 
 
-def what_sends_back(job: Job) -> FaultIdentity:
+def what_sends_back(job: Job, to: Saved) -> FaultIdentity:
     """The kind of the open incident, with the boundary of its newest fault, or else of the snapshot."""
     kind = "" if job.incident is None else job.incident.kind
     places = [past.boundary for past in job.faults if past.kind == kind]
-    return FaultIdentity(rank=NOBODY, kind=kind, boundary=places[-1] if places else job.snapshot or 0)
+    return FaultIdentity(rank=NOBODY, kind=kind, boundary=places[-1] if places else to.boundary)
 
 
 def begin_rewind(job: Job, at_s: float) -> Result:
@@ -331,7 +333,7 @@ def begin_rewind(job: Job, at_s: float) -> Result:
     rank that is alone returns to its newest step.
     """
     assert job.back_to is not None
-    boundary, place = job.back_to.boundary, job.back_to.place
+    boundary, place, is_own = job.back_to.boundary, job.back_to.place, job.back_to.is_own
     job = replace(job, generation=job.generation + 1)
     is_alone = job.settings.is_alone
     where = f"all ranks go back to step {boundary}" if boundary else "all ranks start anew"
@@ -344,7 +346,7 @@ def begin_rewind(job: Job, at_s: float) -> Result:
     job = replace(job, persists_at=None)
     spawns = (SpawnRank(rank, job.generation) for rank in unasked)
     ranks = tuple(member.rank for member in present)
-    actions = (*kills, Rewind(ranks, boundary, place), *spawns, deadline_of(job, JobPhase.REPLAYING))
+    actions = (*kills, Rewind(ranks, boundary, place, is_own), *spawns, deadline_of(job, JobPhase.REPLAYING))
     rung = "restart" if place and not job.is_resumed else "rewind"
     if rung == "restart" and job.incident is not None and job.incident.rung == "resize":
         rung = "resize"

@@ -115,7 +115,7 @@ def replace_leaving(job: Job, at_s: float, boundary: int) -> Result:
         actions.append(SpawnRank(rank, job.generation))
         lost = replace(job.members[rank].with_answers_forgotten(), pid=None, life=RankState.LOST, is_protected=False)
         job = job.with_members(replace(lost, spawn_asked_at_s=at_s, is_without_node=job.leaves_node))
-    job = replace(job, kept=kept, snapshot=None if job.leaves_node else job.snapshot)
+    job = replace(job, kept=kept, in_memory=() if job.leaves_node else job.in_memory)
     return enter(
         job, JobPhase.REPLAYING, at_s, (*actions, deadline_of(job, JobPhase.REPLAYING)), rung="replace", ranks=leaving
     )

@@ -21,7 +21,7 @@ NOTHING_LEFT = Reason("no-survivor", "nothing of its state is left")
 _RESTARTS = "use --max-restarts N to start again from the top"
 
 
-ANEW = Saved(0, place="")
+ANEW = Saved(0)
 
 
 # What gives the state, in the order of what it costs: another rank, or the lost one's mirror, at the boundary at which
@@ -128,7 +128,7 @@ def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> R
 
 def in_memory(job: Job) -> list[Origin]:
     """What outlives the ranks' processes, except their mirrors."""
-    return [] if job.snapshot is None else [Origin("snapshot", Saved(job.snapshot, place=""))]
+    return [Origin("snapshot", saved) for saved in job.in_memory]
 
 
 def on_disk(job: Job) -> list[Origin]:

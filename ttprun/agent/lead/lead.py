@@ -208,9 +208,7 @@ class Lead(Ground):
         if not recovery.is_alone(self.job, lost):
             return
         boundary, rank = self.eyes.newest(lost), None if len(self.slots) == 1 else lost
-        if boundary is None and rank is None:
-            return  # there may be a snapshot
-        self.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=boundary, rank=rank))
+        self.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=boundary, rank=rank, is_own=True))
 
     # How ranks stand, for the other nodes.
 

@@ -358,6 +358,8 @@ class NodeAgent:
         try:
             stored = self._open(order) if node.peers.is_follower else self.stored_of(rank)
             for rank in order.ranks:
+                if not order.is_own:  # what it keeps of itself is newer, and is refused, or was taken back
+                    self.memory.void(rank)
                 self._go_back(node.process(rank), stored, rank in order.trusted)
         except UNUSABLE as error:
             node.refuse_stored(rank, order.generation, error)
@@ -374,8 +376,6 @@ class NodeAgent:
         node = self.node
         self.mirrors.forget(slot.rank)
         boundary = 0 if stored is None else stored.boundary
-        if stored is None:
-            self.memory.void(slot.rank)
         if stored is None or not stored.is_in_recorder:
             older = node.recorder_of(slot)
             recorder = node.new_recorder(slot)

@@ -104,7 +104,7 @@ class Memory:
         )
 
     def void(self, rank: int) -> None:
-        """The rank begins anew."""
+        """The rank begins anew, or goes back to another state: its own is void."""
         self._node.board.set(rank, Field.OWN_STATE, 0)
 
     def _is_in_recorder(self, slot: Process, boundary: int) -> bool:
