@@ -299,9 +299,7 @@ def test_what_lost_ranks_have_recorded_is_voided_once_and_not_for_each_survivor(
     assert sent == [node_messages.VoidBeyond(4)]
 
 
-def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_has_reported_it(
-    node: FakeNode,
-) -> None:
+def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_has_reported_it(node: FakeNode) -> None:
     put = from_rank.Put(0, "port 1", b"4711")
     follower = part(Follower, node, orders=part(NodeAgent, node))
 
@@ -387,9 +385,8 @@ def test_from_the_first_snapshot_on_the_console_promises_it(
     node: FakeNode, reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
     comparisons: Any = reports.comparisons
-    node.job = replace(
-        node.job, in_memory=(recovery.Saved(4),), replicas=Replicas(compared_at=1, shards={"w": (0, 1, 2)})
-    )
+    replicas = Replicas(compared_at=1, shards={"w": (0, 1, 2)})
+    node.job = replace(node.job, in_memory=(recovery.Saved(4),), replicas=replicas)
 
     comparisons.note_snapshot()
 

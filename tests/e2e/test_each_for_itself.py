@@ -46,11 +46,7 @@ def assert_repaired_alone(run: Run, reference: Run, incidents: int = 1) -> None:
         (["kill:rank=1,step=9,phase=forward", "kill:rank=1,phase=replay"], []),
         (["kill:rank=1,step=20,phase=backward"], ["--group", "ends", *MORE]),
     ],
-    ids=[
-        "both at once",
-        "its replacement too",
-        "group made at the end",
-    ],
+    ids=["both at once", "its replacement too", "group made at the end"],
 )
 def test_a_rank_without_a_process_group_is_repaired_alone(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, faults: Sequence[str], arguments: Sequence[str]
@@ -61,11 +57,16 @@ def test_a_rank_without_a_process_group_is_repaired_alone(
     assert_repaired_alone(run, undisturbed(SCRIPT, 2, arguments), incidents)
 
 
+def memory_of(launch: Launch, name: str) -> list[Path]:
+    """Files in memory of the run's agent."""
+    fds = Path(f"/proc/{launch.process.pid}/fd")
+    # Not readlink: others may be closed meanwhile.
+    return [fd for fd in fds.iterdir() if os.path.realpath(fd).startswith(f"/memfd:ttprun-{name}")]
+
+
 def kept_by(launch: Launch, rank: int) -> int:
     """The boundary whose state a rank keeps, as the board of the run says it."""
-    fds = Path(f"/proc/{launch.process.pid}/fd")
-    found = next(fd for fd in fds.iterdir() if os.readlink(fd).startswith("/memfd:ttprun-board"))
-    with open(found, "r+b") as file:
+    with open(memory_of(launch, "board")[0], "r+b") as file:
         return split(Board(file.fileno(), 2).get(rank, Field.OWN_STATE))[0]
 
 
@@ -99,3 +100,23 @@ def test_a_rank_without_others_loses_no_step_either(run_ttprun: RunTtprun, undis
 
     assert_only_replaced(run)
     assert_same_outcome(run, undisturbed(PLAIN, 1))
+
+
+def test_a_rank_without_others_goes_back_to_its_snapshot_if_its_newest_state_is_damaged(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    gated = ["--gate", str(tmp_path / "gate")]
+    launch = start_ttprun(SCRIPT, 1, options=["--snapshot-every", "4steps"], script_args=gated)
+    launch.wait_for_line(0, "step 10 ")
+    launch.wait_for_event("snapshot_taken", boundary=8)
+
+    for file in memory_of(launch, "own-state"):
+        os.truncate(file, 0)
+    os.kill(launch.wait_for_rank(0)["pid"], signal.SIGKILL)
+    for step in range(10, 41):
+        (tmp_path / f"gate{step}").touch()
+    run = launch.finish()
+
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["boundary"], incident["steps_lost"]) == ("rewind", 8, 2), run.story()
+    assert (incident["outcome"], run.hashes) == ("recovered", undisturbed(SCRIPT, 1).hashes), run.story()

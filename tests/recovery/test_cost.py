@@ -39,10 +39,11 @@ def test_that_the_state_is_saved_is_not_promised_where_the_lost_rank_alone_held_
 
 
 def test_a_rank_alone_in_its_job_is_promised_a_snapshot_only_once_there_is_one() -> None:
-    alone = job_of(ranks=1, replicas=Replicas())
+    own = Saved(9, is_own=True)  # as it was left the last time; it can keep none any more
+    alone = job_of(ranks=1, replicas=Replicas(), in_memory=(own,))
 
     before = cost_of_a_loss_alone(alone, 0, None)
-    after = cost_of_a_loss_alone(replace(alone, in_memory=(Saved(7),)), 0, None)
+    after = cost_of_a_loss_alone(replace(alone, in_memory=(own, Saved(7))), 0, None)
 
     assert "snapshot" not in before
     assert after == "it goes back to its snapshot of step 7"

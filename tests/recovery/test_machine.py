@@ -17,7 +17,7 @@ from ttprun.protocol.from_rank import (
     StateSent,
 )
 from ttprun.protocol.process_orders import SpawnRank
-from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, RankStarted, StopAsked
+from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, RankStarted
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery import (
@@ -32,7 +32,6 @@ from ttprun.recovery import (
     MachineError,
     MissingTransition,
     PhaseLimits,
-    RecordIncident,
     RestartGroup,
     SetDeadline,
     Settings,
@@ -187,33 +186,6 @@ def test_a_restarted_group_starts_from_nothing() -> None:
     assert replace(job, story=(), faults=(), openings=()) == replace(
         fresh, generation=1, phase_since_s=12.0, incident_count=1, restarts=1
     )
-
-
-def test_a_restart_that_nobody_ordered_is_taken_as_it_is() -> None:
-    job, actions = advance(job_that_freezes(), GroupRestarted(at_s=12.0))
-
-    (record,) = actions
-    assert isinstance(record, RecordIncident)
-    assert record.incident.outcome == "restarted"
-    assert record.incident.reason.text.startswith("rank 2 was killed")
-    assert record.incident.reason.text.endswith("; not replaced: the agent restarted the whole group")
-    assert job.phase is JobPhase.RUNNING
-
-
-def test_a_restart_of_a_job_that_is_well_leaves_no_incident() -> None:
-    job, actions = advance(running_job(Settings(world_size=2)), GroupRestarted(at_s=12.0))
-
-    assert actions == ()
-    assert (job.phase, job.generation) == (JobPhase.RUNNING, 1)
-
-
-def test_a_stop_of_a_job_that_is_well_leaves_no_incident() -> None:
-    settings = Settings(world_size=2, rungs=RUNGS - {"persist"})
-
-    job, actions = advance(running_job(settings), StopAsked(reason="SIGTERM", at_s=3.0))
-
-    assert [type(action).__name__ for action in actions] == ["FailJob"]
-    assert job.phase is JobPhase.FAILED
 
 
 def test_the_limits_of_the_settings_are_asked_for() -> None:

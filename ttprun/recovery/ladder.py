@@ -75,8 +75,7 @@ def begin_attempt(job: Job, at_s: float) -> Result:
             member = replace(member, spawn_asked_at_s=at_s)
         lost.append(member)
     job = replace(job, members=job.members.with_changed(lost).with_each(Member.with_answers_forgotten))
-    freeze = Freeze(job.survivors, job.generation, job.lost)
-    actions = (freeze, *spawns, deadline_of(job, JobPhase.FREEZING))
+    actions = (Freeze(job.survivors, job.generation, job.lost), *spawns, deadline_of(job, JobPhase.FREEZING))
     job = replace(job, back_to=None, leaving=())
     rung = "replace" if any(not member.is_rerun for member in job.replacements) else "rerun"
     rung = "resize" if job.is_upgrading else rung if job.lost else "reconnect"
@@ -97,8 +96,9 @@ def drain(job: Job, at_s: float, why: Reason) -> Result:
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
     kills = (KillRank(member.rank, f"it is no longer needed: {why}") for member in useless)
-    actions = (*kills, deadline_of(job, JobPhase.DRAINING))
-    return enter(job, JobPhase.DRAINING, at_s, actions, rung="restart", reason=reason)
+    return enter(
+        job, JobPhase.DRAINING, at_s, (*kills, deadline_of(job, JobPhase.DRAINING)), rung="restart", reason=reason
+    )
 
 
 def take_lower_rung(
@@ -340,9 +340,8 @@ def begin_persisting(job: Job, at_s: float) -> Result:
         job = replace(job, persists_at=newest.boundary)
         order = Persist((), job.generation, newest.boundary, "dying gasp", newest.is_own)
         return enter(job, JobPhase.PERSISTING, at_s, (*kills, order, deadline_of(job, JobPhase.PERSISTING)))
-    freeze = Freeze(job.survivors, job.generation, job.lost)
     deadline = SetDeadline(job.generation, HALT, job.settings.limits.halt_s)
-    return enter(job, JobPhase.PERSISTING, at_s, (freeze, *kills, deadline))
+    return enter(job, JobPhase.PERSISTING, at_s, (Freeze(job.survivors, job.generation, job.lost), *kills, deadline))
 
 
 def cost_of_a_loss(job: Job) -> str:
@@ -371,8 +370,7 @@ def cost_of_a_loss_alone(job: Job, rank: int, every_s: float | None, kept: int |
     if every_s is None:
         if job.settings.world_size == 1:
             return f"it goes back to its snapshot of step {job.snapshot}" if may_rewind(job) else cost_of_a_loss(job)
-        has_joined = as_own(job, rank).members[rank].has_joined
-        may_begin_anew = "rewind" in job.settings.rungs and not has_joined
+        may_begin_anew = "rewind" in job.settings.rungs and not as_own(job, rank).members[rank].has_joined
         return "it alone begins anew, and its steps are lost" if may_begin_anew else cost_of_a_loss(job)
     if every_s:
         return f"it alone goes back to the newest such state, one every {every_s:.1f} s, and loses its steps since"

@@ -138,7 +138,8 @@ def on_disk(job: Job) -> list[Origin]:
 
 def may_rewind(job: Job) -> bool:
     """Whether ranks can go back to a snapshot."""
-    return isinstance(plan(job, in_memory(job), job.settings.rungs), dict)
+    snapshots = (origin for origin in in_memory(job) if not origin.stored.is_own)
+    return isinstance(plan(job, snapshots, job.settings.rungs), dict)
 
 
 def why_not_back_to(job: Job, origin: Origin, rungs: frozenset[str]) -> Reason:

@@ -322,19 +322,18 @@ class Rewinds:
             return None
         if action.place:
             return self._resumption.opened(action.place)
-        newest = self._snapshots.newest
-        stored = self._node.eyes.stored(action.ranks[0], action.boundary) if action.is_own else None
-        if newest is not None and not action.is_own and newest.boundary == action.boundary:
-            stored = newest.as_stored()
-        if stored is None:
+        if action.is_own:
+            stored = self._node.eyes.stored(action.ranks[0], action.boundary)
+        else:
+            stored = None if self._snapshots.newest is None else self._snapshots.newest.as_stored()
+        if stored is None or stored.boundary != action.boundary:
             raise LookupError(f"there is no snapshot of step {action.boundary} any more")
         return stored
 
     def save(self, order: recovery.Persist) -> None:
         """No rank lives that could write a checkpoint: write what is kept of them in shared memory."""
-        ranks = tuple(range(len(self._node.slots)))
         try:
-            stored = self._stored(process_orders.Rewind(ranks, order.boundary, is_own=order.is_own))
+            stored = self._stored(process_orders.Rewind((0,), order.boundary, is_own=order.is_own))
             if stored is None:
                 raise LookupError(f"nothing is kept of step {order.boundary}")
         except UNUSABLE as error:
