@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import SCRIPTS
+from tests.e2e.harness import SCRIPTS, environment
 from tests.e2e.harness import command as run
 
 SCRIPT = str(SCRIPTS / "taken_again.py")
@@ -83,6 +83,16 @@ def test_a_step_with_nan_is_kept_and_the_debugger_stops_where_it_appears(tmp_pat
     assert "taken_again.py(25)<module>()" in "\n".join(output), output  # the line behind the loss
     equal = "rank-00001-step-00000005: 2 collectives, 1 batch, 1 loss equal"
     assert (code, output[-1].removeprefix("(Pdb) ")) == (0, equal), output
+
+
+def test_a_step_on_a_device_is_taken_again_there(tmp_path: Path) -> None:
+    on_npu = environment("npu")
+    run(tmp_path, "--keep-steps", "1", "--run-dir", "run", str(SCRIPTS / "on_device.py"), "--with", "dropout", **on_npu)
+
+    code, output = run(tmp_path, "replay", "run", **on_npu)
+
+    equal = "1 batch, 1 loss, 1 collective, weights and optimizer state after the step equal"
+    assert (code, output[-1].split(": ")[1]) == (0, equal)
 
 
 @pytest.mark.parametrize("words", [("--pdb", "--run-code", SCRIPT), ("--pdb", "--save", "there")])

@@ -23,21 +23,23 @@ CORRUPTIONS = {
 }
 
 
-Corrupted = Callable[[str, str], Run]
+Corrupted = Callable[..., Run]
 
 
 @pytest.fixture
 def corrupted(start_ttprun: Callable[..., Launch], undisturbed: Callable[..., Run], tmp_path: Path) -> Corrupted:
     """A run with a fault, in which the first verified step is equal; it has ended as one without."""
 
-    def run(fault: str, verify_steps: str) -> Run:
+    def run(fault: str, verify_steps: str, device: str = "") -> Run:
         gates = {name: tmp_path / name for name in ("gate", "second", "third")}
+        words = ["--device", device] if device else []
         launch = start_ttprun(
             GATED,
             2,
             faults=[fault],
             options=["--verify-steps", verify_steps, "--verify-every", "0"],
-            script_args=[word for name, gate in gates.items() for word in (f"--{name}", str(gate))],
+            script_args=[*words, *(word for name, gate in gates.items() for word in (f"--{name}", str(gate)))],
+            device=device,
         )
         launch.wait_for_standby("ready")
         gates["gate"].touch()
@@ -45,7 +47,7 @@ def corrupted(start_ttprun: Callable[..., Launch], undisturbed: Callable[..., Ru
         gates["second"].touch()
         launch.wait_for_event("step_verified", finding="suspect")
         gates["third"].touch()
-        ended, reference = launch.finish(), undisturbed(GATED, 2)
+        ended, reference = launch.finish(), undisturbed(GATED, 2, words, device=device)
         assert (ended.hashes, ended.final, ended.exit_code) == (reference.hashes, reference.final, 0), ended.story()
         return ended
 
@@ -83,6 +85,13 @@ def test_if_it_is_compared_before_the_optimizer_uses_it_no_step_is_lost(
     (incident,) = run.incidents
     assert (incident["outcome"], incident["ranks"], incident["steps_lost"]) == ("recovered", [0], 0), run.story()
     assert f"it has computed {named}" in incident["reason"], run.story()
+
+
+def test_on_a_device_a_flipped_bit_is_found_as_well(corrupted: Corrupted) -> None:
+    run = corrupted(CORRUPTIONS["gradient"][0], f"1/{EVERY}", device="npu")
+
+    (incident,) = run.incidents
+    assert (incident["kind"], incident["ranks"], incident["rung"]) == ("corruption", [0], "rewind"), run.story()
 
 
 def test_of_a_sound_run_with_dropout_and_workers_nothing_is_said_and_its_outcome_is_the_same(

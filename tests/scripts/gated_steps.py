@@ -8,13 +8,16 @@ import torch.distributed as dist
 from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-args = arguments(gate="", second="", third="")
+args = arguments(gate="", second="", third="", device="cpu")
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo" if args.device == "cpu" else "hccl")
 rank = dist.get_rank()
 torch.manual_seed(rank)
 torch.set_num_threads(1)
-net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+device = torch.device(args.device, 0 if args.device == "cpu" else rank)
+net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(
+    device
+)
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -23,7 +26,7 @@ for step in range(40):
     for at, gate in ((12, args.gate), (24, args.second), (36, args.third)):
         while step == at and gate and not os.path.exists(gate):
             time.sleep(0.02)
-    x = torch.randn(64, 16)
+    x = torch.randn(64, 16).to(device)
     loss = (model(x) - x.sum(1, keepdim=True)).pow(2).mean()
     optimizer.zero_grad()
     loss.backward()

@@ -28,7 +28,7 @@ from ttprun.groups.operations import tensors_in
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.model_tensors import local_of
-from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.introspect.tensor_bytes import bytes_of, plain
 from ttprun.tensors import optimizer_registry
 
 if TYPE_CHECKING:
@@ -81,9 +81,12 @@ def _floating(op: str, inputs: Any) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _flip(tensor: torch.Tensor, drawn: random.Random) -> str:
-    raw = bytes_of(tensor)
+    copy = plain(local_of(tensor).detach())
+    raw = bytes_of(copy)
     at, bit = drawn.randrange(len(raw)), drawn.randrange(8)
     raw[at] ^= 1 << bit
+    if not tensor.is_cpu:
+        local_of(tensor).data.copy_(copy)
     return f"bit {bit} of byte {at}"
 
 

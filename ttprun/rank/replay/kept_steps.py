@@ -49,7 +49,6 @@ FORMAT = 3
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _NAMES = {BATCH: "batch", LOSS: "loss"}
 _INPUT = "collective"
-_ON_DEVICE = "its tensors are on a device, and steps are taken again on the CPU only so far"
 _KILL_LIMIT_S = 60.0
 _OF_ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "CUDA_", "CUBLAS_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON")
 _NOT_THE_SCRIPTS = (*(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, os)), _OURS, "<")
@@ -84,7 +83,7 @@ class _Step:
         self.lock = threading.Lock()
 
     def add(self, sequence: str, what: str, values: Sequence[Any]) -> list[Any]:
-        """A new row, without outputs. Raises ValueError if a tensor is on a device."""
+        """A new row, without outputs."""
         began_s = time.thread_time()
         with Unseen():
             digests = [self._digest_of(value) for value in comparable(values)]
@@ -102,9 +101,7 @@ class _Step:
             self.layouts[sum(size for _, size in layout)].append(layout)
 
     def _digest_of(self, tensor: torch.Tensor) -> list[Any]:
-        elements = local_of(tensor).detach()
-        if not elements.is_cpu:
-            raise ValueError(_ON_DEVICE)
+        elements = local_of(tensor).detach().cpu()
         hasher, raw = xxhash.xxh3_64(f"{elements.dtype} {list(tensor.shape)}".encode()), bytes_of(elements)
         hasher.update(raw)
         total = parts = ""
@@ -238,10 +235,10 @@ class Keeper:
         row, step, began_s = entry.kept_row, self._step, time.thread_time()
         if row is None or step is None:
             return
-        if any(not output.is_cpu or output.layout is not torch.strided for output in entry.outputs):
-            self._give_up("results of collectives on a device, and sparse ones, are not kept")
+        if any(output.layout is not torch.strided for output in entry.outputs):
+            self._give_up("sparse results of collectives are not kept")
             return
-        row[3] = [bytes_of(output).tobytes() for output in entry.outputs]
+        row[3] = [bytes_of(output.cpu()).tobytes() for output in entry.outputs]
         step.given_bytes += sum(map(len, row[3]))
         step.took_s += time.thread_time() - began_s
 
