@@ -22,17 +22,11 @@ from ttprun.protocol.rank_events import Event, RankExited, RankStarted
 from ttprun.recovery.replicas import Replicas
 
 
-class FakePool(list[str]):
-    """Launchers that wait."""
-
-    def announce(self, pools: meeting.SparePools) -> None: ...
-
-
 class FakePeers:
     """Two nodes; what is sent to the other one is noted."""
 
     def __init__(self) -> None:
-        self.pool = FakePool(["10.0.0.3"])
+        self.pool = SimpleNamespace(announce=lambda pools: None)
         self.pools = {number: meeting.Where() for number in range(2)}
         self.listeners: dict[int, meeting.Where] = {}
         self.happened: list[Any] = []

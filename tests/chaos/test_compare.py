@@ -46,12 +46,13 @@ def test_archives_of_equal_tensors_are_identical_though_their_bytes_differ(twins
         {"w": torch.tensor([[1.0, 2.0]])},
         {"v": torch.tensor([1.0, 2.0])},
         {"w": torch.tensor([1.0, 2.0]), "more": 1},
+        {"w": torch.tensor([1.0, 2.0]), "s": {2}},
         {"w": [1.0, 2.0]},
     ],
 )
 def test_any_other_content_differs(twins: tuple[Path, Path], other: dict[str, object]) -> None:
-    torch.save({"w": torch.tensor([1.0, 2.0])}, twins[0] / "f.pt")
-    torch.save(other, twins[1] / "f.pt")
+    torch.save({"s": {1}, "w": torch.tensor([1.0, 2.0])}, twins[0] / "f.pt")
+    torch.save({"s": {1}} | other, twins[1] / "f.pt")
 
     found = compare_files("f.pt", *twins)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from ttprun.introspect.current_rank import Rank
 from ttprun.protocol import rank_events
 from ttprun.rank import proof
 from ttprun.rank.bootstrap import patch_table
+from ttprun.rank.replay import kept_steps
 from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.step import step_hooks
 from ttprun.tensors.replicated import PostStepWeights
@@ -106,3 +108,12 @@ def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypa
     assert isinstance(mismatch, rank_events.MismatchFound)
     assert mismatch.reason.text == "the variables of the lost rank cannot be restored: KeyError(1)"
     session.channel.close()
+
+
+def test_a_result_that_cannot_be_copied_ends_the_keeping_of_steps_and_nothing_else() -> None:
+    options = SimpleNamespace(keep_steps=1, keep_steps_mib=1)
+    session: Any = SimpleNamespace(options=options, channel=SimpleNamespace(send=lambda _: None))
+    keeper, row = kept_steps.Keeper(session, ()), ["", "", [], None]
+    keeper._step = kept_steps._Step(1, is_verified=False)
+    keeper.complete(SimpleNamespace(kept_row=row, outputs=[torch.empty(1, device="meta")]))
+    assert (row[3], keeper._count) == (None, 0)

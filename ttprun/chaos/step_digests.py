@@ -31,7 +31,7 @@ from ttprun.tensors import holdings, optimizer_registry, replicated
 
 _MOST_PARTS = 10  # of the parameters, whose gradients have a digest of their own
 _LARGE_BYTES = 1 << 26  # weights are hashed the more seldom, the more there are
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device)
 _tracer: Tracer | None = None
 
 
@@ -292,9 +292,9 @@ def feed(hasher: Any, value: Any) -> None:
             hasher.update(content_of(local if local.layout is torch.strided else local.to_dense()))
     elif is_a(value, dict):
         feed(hasher, [part for item in dict.items(value) for part in item])
-    elif is_a(value, list) or is_a(value, tuple):
+    elif is_a(value, (list, tuple, set, frozenset)):
         hasher.update(f"{len(value)} of ".encode())
-        for item in value:
+        for item in sorted(value, key=repr) if is_a(value, (set, frozenset)) else value:
             feed(hasher, item)
     elif is_a(value, _PLAIN):
         hasher.update(f"{value!r} ".encode())

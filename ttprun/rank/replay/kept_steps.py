@@ -238,7 +238,11 @@ class Keeper:
         if any(output.layout is not torch.strided for output in entry.outputs):
             self._give_up("sparse results of collectives are not kept")
             return
-        row[3] = [bytes_of(output.cpu()).tobytes() for output in entry.outputs]
+        try:
+            row[3] = [bytes_of(output.cpu()).tobytes() for output in entry.outputs]
+        except Exception as error:  # a device's, which the script meets as well; whoever waits for `entry` goes on
+            self._give_up(str(error) or repr(error))
+            return
         step.given_bytes += sum(map(len, row[3]))
         step.took_s += time.thread_time() - began_s
 
