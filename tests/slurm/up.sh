@@ -49,7 +49,6 @@ InactiveLimit=0
 KillWait=${KILL_WAIT:-30}
 MinJobAge=600
 SlurmdParameters=config_overrides
-${SLURM_EXTRA:-}
 CONF
 for ((i = 1; i <= nodes; i++)); do
     echo "NodeName=127.0.1.$i NodeHostname=$host NodeAddr=127.0.1.$i Port=$((base + i)) CPUs=$cpus RealMemory=1000"
