@@ -12,9 +12,10 @@ import pytest
 from tests.web.runs import end_server_of, incident_event, status_of, write_run
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.run_view import RunView
 from ttprun.observe.status import RankTopology, Topology, write_status
 from ttprun.web.companion import serving
-from ttprun.web.page import as_html, read_run
+from ttprun.web.page import as_html
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
 wait = pytest.importorskip("selenium.webdriver.support.ui", reason="no selenium")
@@ -218,7 +219,7 @@ def test_8192_ranks_are_drawn_on_a_canvas(browser: Browser, run: RunDirectory) -
 
 def test_a_report_is_read_without_a_server(browser: Browser, run: RunDirectory, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(as_html(read_run(run)))
+    file.write_text(as_html(RunView(run)))
     browser.requests()
 
     browser.open(file.as_uri())

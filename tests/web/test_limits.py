@@ -12,8 +12,7 @@ import uvicorn
 from tests.web.runs import status_of, write_run
 from ttprun.web import server
 from ttprun.web.companion import Address
-from ttprun.web.feed import Feed
-from ttprun.web.server import build
+from ttprun.web.server import Feed, build
 
 LIMIT_S = 100
 ASK = b"GET /api/status HTTP/1.1\r\nhost: localhost\r\n\r\n"

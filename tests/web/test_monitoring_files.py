@@ -13,9 +13,9 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.web.runs import status_of, write_run
+from ttprun.observe.run_view import RunView
 from ttprun.observe.status import CheckpointStatus
-from ttprun.web.feed import Feed
-from ttprun.web.metrics import RunCollector
+from ttprun.web.metrics import RunCollector, StepTimes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ALERTS = CONFIGS / "prometheus" / "alerts.yaml"
@@ -26,10 +26,9 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no
 @pytest.fixture
 def exposed(tmp_path: Path) -> str:
     checkpoint = CheckpointStatus(1, 40, "periodic", "2026-01-31T12:00:00.000+00:00", "/c", 1000, 0.5)
-    feed = Feed(write_run(tmp_path / "run", status_of(checkpoint=checkpoint, snapshot_step=30)))
-    feed.look()
+    view = RunView(write_run(tmp_path / "run", status_of(checkpoint=checkpoint, snapshot_step=30)))
     registry = CollectorRegistry()
-    registry.register(RunCollector(feed))
+    registry.register(RunCollector(lambda: view, StepTimes()))
     return generate_latest(registry).decode()
 
 

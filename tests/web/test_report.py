@@ -8,8 +8,8 @@ import pytest
 
 from tests.web.runs import status_of, write_run
 from ttprun.cli.main import main
-from ttprun.web.feed import Feed
-from ttprun.web.metrics import RunCollector
+from ttprun.observe.run_view import RunView
+from ttprun.web.metrics import RunCollector, StepTimes
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>')
 
@@ -66,8 +66,7 @@ def test_a_node_that_does_not_lead_does_not_say_where_the_time_went(
     main(["report", str(run.path), "--markdown"])
 
     assert "Where the time went is known to the node whose agent leads." in capsys.readouterr().out
-    feed = Feed(run)
-    feed.look()
-    names = {metric.name for metric in RunCollector(feed).collect()}
+    view = RunView(run)
+    names = {metric.name for metric in RunCollector(lambda: view, StepTimes()).collect()}
     assert "ttprun_step" in names
     assert "ttprun_productive_seconds" not in names

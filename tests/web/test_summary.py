@@ -6,7 +6,7 @@ import pytest
 
 from tests.web.runs import STARTED_S, incident_event, status_of
 from ttprun.observe.events import Point
-from ttprun.web.feed import summarize
+from ttprun.observe.run_view import summarize
 
 
 def points(*pairs: tuple[float, int]) -> list[Point]:

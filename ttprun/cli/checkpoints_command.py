@@ -15,11 +15,11 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ttprun.cli.control import ask_running
-from ttprun.cli.run_reports import load
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.errors import ConfigError, counted, one_line, suggestion
 from ttprun.observe.console import SILENT_S, ProgressLine, format_bytes
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.run_view import load
 from ttprun.observe.status import CheckpointStatus
 from ttprun.protocol.control_requests import SaveNow
 from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, Manifest, inspect, refusals, verify

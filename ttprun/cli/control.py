@@ -28,12 +28,12 @@ from ttprun.chaos.injected_faults import (
     phases_of,
     strikes,
 )
-from ttprun.cli.run_reports import load
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import read_config_file, resolve
 from ttprun.errors import ConfigError, in_short
 from ttprun.observe.console import ProgressLine
 from ttprun.observe.run_directory import RunDirectory, StackReport, groups_of, read_stacks
+from ttprun.observe.run_view import load
 from ttprun.observe.status import IncidentStatus, RunStatus, read_status
 from ttprun.protocol.codec import Refused, decode
 from ttprun.protocol.control_requests import (

@@ -24,7 +24,8 @@ from ttprun.cli.software_checks import Probe, accelerators, mindio_variables, so
 from ttprun.cli.terminal import open_console
 from ttprun.errors import ConfigError, counted
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.web.page import as_markdown, read_run
+from ttprun.observe.run_view import RunView
+from ttprun.web.page import as_markdown
 
 MARKS = {"ok": "ok", "note": "note", "fails": "FAILS"}
 STYLES = {"ok": "green", "note": "yellow", "fails": "bold red"}
@@ -148,11 +149,11 @@ def write_report(file: Path, findings: list[Finding]) -> None:
         "",
     ]
     try:
-        run = read_run(RunDirectory.find())
+        run = RunView(RunDirectory.find())
     except ConfigError as error:
         parts.append(f"# No run\n\n{error}\n")
     else:
-        events = "\n".join(json.dumps(event) for event in run.events[-NEWEST_EVENTS:])
+        events = "\n".join(line.text for line in [*run.lines][-NEWEST_EVENTS:])
         blocks = {"Status": json.dumps(asdict(run.status)), "Newest events": events, "Configuration": run.settings}
         parts += [as_markdown(run), *(f"## {name}\n\n```\n{text}\n```\n" for name, text in blocks.items())]
     try:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -23,8 +22,9 @@ from rich.text import Text
 from ttprun.cli.terminal import fitting_table
 from ttprun.errors import ConfigError, counted, in_short
 from ttprun.observe.console import format_bytes
-from ttprun.observe.events import COLUMNS, read_history, seconds_of, spans_of
+from ttprun.observe.events import COLUMNS, seconds_of, spans_of, unix_s
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.run_view import RunView, in_seconds, sentences_of
 from ttprun.observe.status import (
     CheckpointStatus,
     IncidentStatus,
@@ -34,7 +34,6 @@ from ttprun.observe.status import (
     Topology,
     describe_cost,
     describe_protection,
-    read_status,
     read_topology,
 )
 from ttprun.protocol.reason import pointer
@@ -73,7 +72,8 @@ def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = (), proof
             Text(line) for line in (f"\nincident {last.id}, phase by phase", *draw_waterfall(last, console.width))
         ]
         for incident in shown.incidents:
-            parts += [Text(f"incident {incident.id}: {sentence}") for sentence in sentences_of(incident, proofs)]
+            why = [incident.reason + pointer(incident.reason_kind)] if incident.reason else []
+            parts += [Text(f"incident {incident.id}: {text}") for text in (*why, *sentences_of(incident, proofs))]
     return Group(*parts)
 
 
@@ -82,22 +82,6 @@ def draw_sparkline(values: Sequence[float], width: int = _CURVE) -> str:
     shown = values[-width:]
     highest = max(shown)
     return "".join(_BARS[round(value / highest * (len(_BARS) - 1))] if highest else _BARS[0] for value in shown)
-
-
-def sentences_of(incident: IncidentStatus, proofs: bool = True) -> list[str]:
-    """The sentences of an incident: its reason, its standby, what was found equal, what is not proved."""
-    sentences = [incident.reason + pointer(incident.reason_kind)] if incident.reason else []
-    sentences += {
-        None: [],
-        True: ["a standby was ready"],
-        False: ["no standby was ready: the new process imported torch first"],
-    }[incident.had_standby]
-    if incident.setup_s:
-        sentences.append(f"of the replay the script's own set-up took {_seconds(incident.setup_s)} s")
-    if incident.first_step_s is not None:
-        sentences.append(f"{_seconds(incident.first_step_s)} s after it all ranks had completed a step")
-    sentences += [f"equal: {noun}" for noun in incident.equal] if proofs else []
-    return sentences + [f"not proved: {sentence}" for sentence in incident.not_proved]
 
 
 def draw_headline(shown: RunStatus) -> Text:
@@ -171,8 +155,7 @@ def draw_ranks(console: Console, shown: RunStatus) -> RenderableType:
     first = ("node", "rank") if shown.nodes else ("rank", "local")
     numbers = (*first, "pid", "step", "last seen")
     columns = (*first, "pid", "state", "step", "phase", "last seen", "protection")
-    updated_at = datetime.fromisoformat(shown.updated_at)
-    since_update_s = 0.0 if shown.has_ended else max(0.0, (datetime.now(UTC) - updated_at).total_seconds())
+    since_update_s = 0.0 if shown.has_ended else max(0.0, time.time() - unix_s(shown.updated_at))
     rows = []
     for rank in shown.ranks:
         seen = "-" if rank.last_seen_s is None else f"{rank.last_seen_s + since_update_s:.1f} s"
@@ -201,13 +184,8 @@ def draw_phases(console: Console, incidents: tuple[IncidentStatus, ...]) -> Rend
     rows = []
     for incident in incidents:
         took = seconds_of(incident)
-        rows.append((str(incident.id), *(_seconds(took.get(phase)) for phase in COLUMNS)))
+        rows.append((str(incident.id), *(in_seconds(took.get(phase)) for phase in COLUMNS)))
     return fitting_table(console, columns, rows, columns, _SPARE["phases"])
-
-
-def _seconds(value: float | None) -> str:
-    """Milliseconds matter below ten seconds only; a longer str would not fit its column."""
-    return "-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def _cell(value: object) -> str:
@@ -261,61 +239,46 @@ def status(
     if schema:
         print(json.dumps(TypeAdapter(RunStatus).json_schema(), indent=2))
         return 0
-    directory = RunDirectory.find(run)
-    shown = load(directory)
+    view = RunView(RunDirectory.find(run))
     if not watch:
-        print_status(directory, shown, as_json, proofs)
+        print_status(view, as_json, proofs)
     elif sys.stdout.isatty() and not as_json:
-        shown = watch_on_terminal(directory, shown, proofs)
+        watch_on_terminal(view, proofs)
     else:
-        for change in changes(directory, shown):
-            shown = change
-            print_status(directory, shown, as_json, proofs)
-    return EXIT_CODES[shown.state]
+        for _ in changes(view):
+            print_status(view, as_json, proofs)
+    return EXIT_CODES[view.status.state]
 
 
-def load(directory: RunDirectory) -> RunStatus:
-    """Read the status of a run. Raises ConfigError if it has none."""
-    try:
-        return read_status(directory.status)
-    except FileNotFoundError:
-        raise ConfigError(f"the run in '{directory.path}' has not written a status", "look again in a second") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"status cannot be read ({error})", "name another run") from None
-
-
-def changes(directory: RunDirectory, first: RunStatus) -> Iterator[RunStatus]:
+def changes(view: RunView) -> Iterator[RunStatus]:
     """Yield the status, then again whenever more than steps and times has changed, until the run has ended."""
-    shown = first
+    shown = view.status
     yield shown
     while not shown.has_ended:
         time.sleep(REFRESH_S)
-        new = load(directory)
-        if _gist(new) != _gist(shown):
-            shown = new
+        view.look()
+        if _gist(view.status) != _gist(shown):
+            shown = view.status
             yield shown
 
 
-def watch_on_terminal(directory: RunDirectory, first: RunStatus, proofs: bool) -> RunStatus:
-    """Keep one picture up to date until the run has ended; returns the last status."""
+def watch_on_terminal(view: RunView, proofs: bool) -> None:
+    """Keep one picture up to date until the run has ended."""
     from rich.live import Live
 
     from ttprun.cli.terminal import open_console
 
-    shown = first
     console = open_console()
-    with Live(draw(console, shown, speeds(directory, shown), proofs), console=console, auto_refresh=False) as live:
-        while not shown.has_ended:
+    with Live(draw(console, view.status, speeds(view), proofs), console=console, auto_refresh=False) as live:
+        while not view.status.has_ended:
             time.sleep(REFRESH_S)
-            shown = load(directory)
-            live.update(draw(console, shown, speeds(directory, shown), proofs), refresh=True)
-    return shown
+            view.look()
+            live.update(draw(console, view.status, speeds(view), proofs), refresh=True)
 
 
-def speeds(directory: RunDirectory, shown: RunStatus) -> list[float]:
+def speeds(view: RunView) -> list[float]:
     """Steps per second between the moments that the history of this launch knows, after the first step."""
-    started_s = datetime.fromisoformat(shown.started_at).timestamp()
-    points = [point for point in read_history(directory.history, started_s) if point.step]
+    points = [point for point in view.history if point.step]
     return [
         max(0, after.step - before.step) / (after.unix_s - before.unix_s)
         for before, after in pairwise(points)
@@ -323,20 +286,19 @@ def speeds(directory: RunDirectory, shown: RunStatus) -> list[float]:
     ]
 
 
-def print_status(directory: RunDirectory, shown: RunStatus, as_json: bool, proofs: bool = False) -> None:
+def print_status(view: RunView, as_json: bool, proofs: bool = False) -> None:
     """Print one status; at once, also into a pipe.
 
-    directory   of the run, for its history of speeds
     as_json     one line of JSON for programs, instead of a picture for people
     proofs      as for `draw`
     """
     if as_json:
-        print(shown.to_json(), flush=True)
+        print(view.status.to_json(), flush=True)
         return
     from ttprun.cli.terminal import open_console
 
     console = open_console()
-    console.print(draw(console, shown, speeds(directory, shown), proofs))
+    console.print(draw(console, view.status, speeds(view), proofs))
     console.file.flush()
 
 
@@ -448,9 +410,9 @@ def report(
 
     The HTML file is complete in itself and loads nothing from elsewhere.
     """
-    from ttprun.web.page import as_html, as_markdown, read_run
+    from ttprun.web.page import as_html, as_markdown
 
-    recorded = read_run(RunDirectory.find(run))
+    recorded = RunView(RunDirectory.find(run))
     text = as_markdown(recorded) if markdown else as_html(recorded)
     target = output or ("-" if markdown else "report.html")
     if target == "-":

@@ -61,6 +61,11 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def unix_s(at: str) -> float:
+    """Seconds since 1970 of a time in the status or the event log."""
+    return datetime.fromisoformat(at).timestamp()
+
+
 class EventLog:
     """Appends events to a file. Never raises: a full disk says so once, and later events are tried in silence."""
 

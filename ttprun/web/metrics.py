@@ -1,4 +1,4 @@
-"""The run in Prometheus' terms: base units, few labels. Made from the feed whenever somebody asks.
+"""The run in Prometheus' terms: base units, few labels. Made from what the run has written whenever somebody asks.
 
 Names and what they mean are in `ttprun guide monitoring`.
 """
@@ -6,7 +6,8 @@ Names and what they mean are in `ttprun guide monitoring`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Metric
@@ -14,35 +15,85 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ttprun import __version__
-from ttprun.observe.events import COLUMNS, seconds_of
+from ttprun.observe.events import COLUMNS, seconds_of, unix_s
+from ttprun.observe.run_view import RunView, Summary
 from ttprun.observe.status import RunStatus
-from ttprun.web.feed import Feed, Histogram, Summary, unix_s
 
 STATES = ("starting", "healthy", "recovering", "restarting", "done", "stopped", "failed")
 RANK_STATES = ("starting", "running", "replaying", "repairing", "lost", "finished", "away")
+_STEP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
-class RunCollector(Collector):
-    """Collects the metrics of one run."""
+@dataclass
+class Histogram:
+    """Counts of values up to each bound.
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
+    bounds   seconds, rising
+    """
+
+    bounds: Sequence[float]
+    sum: float = 0.0
+    counts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, in seconds."""
+        self.sum += value * times
+        self.counts[sum(bound < value for bound in self.bounds)] += times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """As the text format wants them: each holds those before it."""
+        names = [*map(str, self.bounds), "+Inf"]
+        return [(name, sum(self.counts[: number + 1])) for number, name in enumerate(names)]
+
+
+class StepTimes:
+    """How long steps take, as seen from outside: the mean of the steps between two looks at the status."""
+
+    def __init__(self) -> None:
+        self.histogram = Histogram(_STEP_S)
+        self._before: tuple[float, int] | None = None
+
+    def note(self, status: RunStatus) -> None:
+        """A status has been read. What an incident holds up is no step's time."""
+        at_s, step = unix_s(status.updated_at), status.step
+        if status.state != "healthy" or self._before is None or step < self._before[1]:
+            self._before = (at_s, step) if status.state == "healthy" else None
+            return
+        done = step - self._before[1]
+        if done and self._before[1]:  # the first steps hold the start
+            self.histogram.observe((at_s - self._before[0]) / done, done)
+        if done:
+            self._before = (at_s, step)
+
+
+class RunCollector(Collector):
+    """Collects the metrics of one run.
+
+    view        returns what is known of it; None if that is nothing yet
+    step_times  since the page is served
+    """
+
+    def __init__(self, view: Callable[[], RunView | None], step_times: StepTimes) -> None:
+        self._view, self._step_times = view, step_times
 
     def collect(self) -> Iterator[Metric]:
         """All metrics; none before the run has a status."""
-        status, summary = self._feed.status, self._feed.summary
-        if status is None or summary is None:
+        view = self._view()
+        if view is None:
             return
-        yield from _of_run(status)
-        yield from _of_time(status, summary)
-        yield from _of_incidents(status)
-        yield from _of_saved_state(status)
+        yield from _of_run(view.status)
+        yield from _of_time(view.status, view.summary)
+        yield from _of_incidents(view.status)
+        yield from _of_saved_state(view.status)
         yield HistogramMetricFamily(
             "ttprun_step_duration_seconds",
             "Time of an optimizer step, as the mean of those between two looks (half a second)",
-            buckets=self._feed.step_times.histogram.buckets(),
-            sum_value=self._feed.step_times.histogram.sum,
+            buckets=self._step_times.histogram.buckets(),
+            sum_value=self._step_times.histogram.sum,
         )
 
 

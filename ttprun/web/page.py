@@ -8,18 +8,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ttprun import __version__
-from ttprun.errors import ConfigError, counted
-from ttprun.observe.events import COLUMNS, Point, read_events, read_history, seconds_of
-from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import IncidentStatus, RunStatus, read_status
-from ttprun.web.feed import REASONS, Summary, describe_rate, summarize, unix_s
+from ttprun.errors import counted
+from ttprun.observe.events import COLUMNS, seconds_of
+from ttprun.observe.run_view import REASONS, RunView, describe_rate, in_seconds, sentences_of
+from ttprun.observe.status import IncidentStatus
 
 _FOLDER = Path(__file__).parent / "page"
 _SCRIPTS = ("parts.js", "ranks.js", "charts.js", "incidents.js", "facts.js", "main.js")
@@ -64,60 +61,21 @@ def _script() -> str:
 # The report of a run after the fact: from its directory alone, as the page shows it, or as Markdown for a ticket.
 
 
-_EVENTS = 20_000  # of the log, the newest
-
-
-@dataclass(frozen=True)
-class Run:
-    """All that is reported of one launch.
-
-    topology   as the agent wrote it; None if it was never known
-    settings   the resolved configuration, "" if it is gone
-    """
-
-    status: RunStatus
-    summary: Summary
-    events: list[dict[str, Any]]
-    history: list[Point]
-    topology: Any
-    settings: str
-
-
-def read_run(directory: RunDirectory) -> Run:
-    """Read the files of a run. Raises ConfigError if it has no status."""
-    try:
-        status = read_status(directory.status)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the run in '{directory.path}' has no status ({error})", "name another run") from None
-    started_s = unix_s(status.started_at)
-    events: list[dict[str, Any]] = []
-    topology: Any = None
-    settings = ""
-    with suppress(OSError):
-        events = [event for event in read_events(directory.events) if _is_of_launch(event, started_s)]
-    with suppress(OSError, ValueError):
-        topology = json.loads(directory.topology.read_text(encoding="utf-8"))
-    with suppress(OSError):
-        settings = directory.config.read_text(encoding="utf-8", errors="replace")
-    history = read_history(directory.history, started_s)
-    return Run(status, summarize(status, history, events), events[-_EVENTS:], history, topology, settings)
-
-
-def as_html(run: Run) -> str:
+def as_html(run: RunView) -> str:
     """The page of a run with all that it shows inside: it can be read without a server, and sent to others."""
     data = {
         "status": asdict(run.status),
         "summary": asdict(run.summary),
-        "topology": run.topology,
+        "topology": json.loads(run.topology_json),
         "history": [[point.unix_s, point.step] for point in run.history],
-        "events": run.events,
+        "events": [line.event for line in run.lines],
         "settings": run.settings,
         "note": f"Report of ttprun {__version__}, as of {run.status.updated_at}.",
     }
     return _document(json.dumps(data).replace("<", "\\u003c"))
 
 
-def as_markdown(run: Run) -> str:
+def as_markdown(run: RunView) -> str:
     """A run in some lines of Markdown, for a ticket."""
     status, summary = run.status, run.summary
     lines = [f"# Run {status.run_id}", "", summary.sentence, ""]
@@ -144,16 +102,9 @@ def as_markdown(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _is_of_launch(event: dict[str, Any], started_s: float) -> bool:
-    with suppress(KeyError, TypeError, ValueError):
-        return unix_s(event["at"]) >= started_s and "event" in event
-    return False
-
-
 def _incident(incident: IncidentStatus) -> list[str]:
     seconds = seconds_of(incident)
     explained = f" (ttprun explain {incident.reason_kind})" if incident.reason_kind else ""
-    took = [f"{seconds[phase]:.3f}" if phase in seconds else "–" for phase in COLUMNS]
     ranks = ", ".join(map(str, incident.ranks)) or "none"
     lost = "not counted" if incident.steps_lost is None else f"{incident.steps_lost}"
     return [
@@ -164,8 +115,7 @@ def _incident(incident: IncidentStatus) -> list[str]:
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|" + "---:|" * len(COLUMNS),
-        f"| {' | '.join(took)} |",
+        f"| {' | '.join(in_seconds(seconds.get(phase)) for phase in COLUMNS)} |",
         "",
-        *(f"* equal: {what}" for what in incident.equal),
-        *(f"* not proved: {what}" for what in incident.not_proved),
+        *(f"* {sentence}" for sentence in sentences_of(incident)),
     ]

@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -35,11 +36,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from ttprun.errors import ConfigError
+from ttprun.observe.events import unix_s
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.run_view import RunView
+from ttprun.observe.status import RunStatus
 from ttprun.web import page
 from ttprun.web.companion import PROBES_ONLY, is_loopback
-from ttprun.web.feed import Feed, unix_s
-from ttprun.web.metrics import RunCollector
+from ttprun.web.metrics import RunCollector, StepTimes
 
 # Who may read: anybody on this machine by the loopback address; by a named host, only who knows the token. `/healthz`
 # and `/readyz` say one word, and that to anybody: a kubelet has no token.
@@ -188,7 +192,59 @@ Answer = Callable[[Request], Awaitable[Response]]
 STALE_S = 30.0
 _PAUSE_S = 0.5  # between two messages to one page
 _PAUSE_PER_RANK_S = 0.0005
+EVERY_S = 0.5
+_SHARE = 20  # a look takes at most a part of the time: for thousands of ranks it comes less often
 _COME_AGAIN_MS = 2000
+
+
+class Feed:
+    """What a run has written so far, read once for all clients.
+
+    view       None until the run has a status
+    status_json    the status and what it comes to, made once for all pages
+    step_times of this launch, since the page is served
+    changed    set, and replaced, whenever something is new
+    over       set when nothing comes any more
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self.view: RunView | None = None
+        self.status_json = ""
+        self.step_times = StepTimes()
+        self.changed = asyncio.Event()
+        self.over = asyncio.Event()
+
+    async def follow(self) -> None:
+        """Look at the files until it is over."""
+        while not self.over.is_set():
+            began_s = time.monotonic()
+            self.look()
+            await asyncio.sleep(max(EVERY_S, _SHARE * (time.monotonic() - began_s)))
+
+    def end(self) -> None:
+        """The launcher is about to end: what is in the files now is the last."""
+        self.over.set()
+        self.look()
+        self._wake()
+
+    def look(self) -> None:
+        """Read what is new."""
+        if self.view is None:
+            with suppress(ConfigError):
+                self.view = RunView(self._run)
+        elif not self.view.look(is_last=self.over.is_set()):
+            return
+        if self.view is None:
+            return
+        status, summary = self.view.status, self.view.summary
+        self.step_times.note(status)
+        self.status_json = f'{{"status": {status.to_json()}, "summary": {json.dumps(asdict(summary))}}}'
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
 
 
 def build(feed: Feed, token: str | None, is_for_probes: bool = False) -> ASGIApp:
@@ -198,34 +254,34 @@ def build(feed: Feed, token: str | None, is_for_probes: bool = False) -> ASGIApp
     token, is_for_probes   as for `Access`
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(RunCollector(feed))
+    registry.register(RunCollector(lambda: feed.view, feed.step_times))
 
     async def index(_: Request) -> Response:
         return Response(page.live(), media_type="text/html", headers={"content-security-policy": page.policy()})
 
     async def healthz(_: Request) -> Response:
-        is_alive = feed.status is None or (feed.status.state != "failed" and not _is_stale(feed))
+        is_alive = feed.view is None or (feed.view.status.state != "failed" and not _is_stale(feed.view.status))
         return PlainTextResponse("ok\n" if is_alive else "failed\n", status_code=200 if is_alive else 503)
 
     async def readyz(_: Request) -> Response:
-        is_training = feed.status is not None and feed.status.state == "healthy" and not _is_stale(feed)
-        is_ready = is_training and feed.status is not None and feed.status.step > 0
+        now = None if feed.view is None else feed.view.status
+        is_ready = now is not None and now.state == "healthy" and not _is_stale(now) and now.step > 0
         return PlainTextResponse("ok\n" if is_ready else "not ready\n", status_code=200 if is_ready else 503)
 
     async def status(_: Request) -> Response:
-        if feed.status is None:
+        if feed.view is None:
             return _not_there("the run has no status yet")
-        return Response(feed.status.to_json() + "\n", media_type="application/json")
+        return Response(feed.view.status.to_json() + "\n", media_type="application/json")
 
     async def summary(_: Request) -> Response:
-        return _not_there("the run has no status yet") if feed.summary is None else JSONResponse(asdict(feed.summary))
+        return _not_there("the run has no status yet") if feed.view is None else JSONResponse(asdict(feed.view.summary))
 
     async def incident(request: Request) -> Response:
         number = request.path_params["number"]
-        wanted = next((past for past in feed.status.incidents if past.id == number), None) if feed.status else None
-        if wanted is None:
+        wanted = next((past for past in feed.view.status.incidents if past.id == number), None) if feed.view else None
+        if feed.view is None or wanted is None:
             return _not_there(f"there is no incident {number}")
-        events = [line.event for line in feed.lines if _belongs(line.event, number)]
+        events = [line.event for line in feed.view.lines if _belongs(line.event, number)]
         return JSONResponse(asdict(wanted) | {"events": events})
 
     async def events(request: Request) -> Response:
@@ -238,7 +294,7 @@ def build(feed: Feed, token: str | None, is_for_probes: bool = False) -> ASGIApp
 
     def from_who_leads(answer: Answer) -> Answer:
         async def answer_or_redirect(request: Request) -> Response:
-            place = feed.status.leaders_page if feed.status is not None else ""
+            place = feed.view.status.leaders_page if feed.view is not None else ""
             if not place:
                 return await answer(request)
             proof = f"?{urlencode({'token': token})}" if token else ""  # who is let in here has given it
@@ -270,24 +326,24 @@ async def stream(feed: Feed, after: int) -> AsyncIterator[str]:
     shown_status = shown_topology = ""
     points = 0
     while True:
-        is_last, changed = feed.over.is_set(), feed.changed
-        if feed.status is not None:
+        is_last, changed, view = feed.over.is_set(), feed.changed, feed.view
+        if view is not None:
             if feed.status_json != shown_status:
                 shown_status = feed.status_json
                 yield _message("status", shown_status)
-            if feed.topology_json != shown_topology:
-                shown_topology = feed.topology_json
+            if view.topology_json != shown_topology:
+                shown_topology = view.topology_json
                 yield _message("topology", shown_topology)
-            if new := feed.history[points:]:
-                points = len(feed.history)
+            if new := view.history[points:]:
+                points = len(view.history)
                 yield _message("history", json.dumps([[point.unix_s, point.step] for point in new]))
-            for line in [line for line in feed.lines if line.end > after]:
+            for line in [line for line in view.lines if line.end > after]:
                 after = line.end
                 yield _message("event", line.text, number=line.end)
         if is_last:
             yield _message("end", "{}")
             return
-        ranks = feed.status.world_size if feed.status is not None else 0
+        ranks = view.status.world_size if view is not None else 0
         with suppress(TimeoutError):
             await asyncio.wait_for(feed.over.wait(), max(_PAUSE_S, ranks * _PAUSE_PER_RANK_S))
         await changed.wait()
@@ -301,10 +357,9 @@ def _belongs(event: dict[str, object], number: int) -> bool:
     return event.get("incident") == number or (event["event"] == "incident" and event.get("id") == number)
 
 
-def _is_stale(feed: Feed) -> bool:
+def _is_stale(status: RunStatus) -> bool:
     """Whether a launcher that should write the status every half second has not done so for long."""
-    lives = feed.status if feed.status is not None and not feed.status.has_ended else None
-    return lives is not None and datetime.now(UTC).timestamp() - unix_s(lives.updated_at) > STALE_S
+    return not status.has_ended and datetime.now(UTC).timestamp() - unix_s(status.updated_at) > STALE_S
 
 
 def _not_there(why: str) -> Response:

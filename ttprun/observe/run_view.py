@@ -1,30 +1,29 @@
-"""What a run's files say, followed and added up: its state in one sentence, its speed, where its time went.
+"""What a run's files say, read on and added up: its state in one sentence, its speed, where its time went.
 
-One reader serves all clients, however many there are. Time is productive between two points of the history if the job
-went beyond every step that it had reached before. Begin with `Feed.look`, and with `summarize`, which is pure.
+`ttprun status`, the page, the report and the metrics all show it. Time is productive between two points of the history
+if the job went beyond every step that it had reached before. Begin with `RunView.look`, and with `summarize`, which is
+pure.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ttprun.errors import counted
-from ttprun.observe.events import Point, read_history, read_on, spans_of
+from ttprun.errors import ConfigError, counted
+from ttprun.observe.events import Point, read_history, read_on, spans_of, unix_s
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import IncidentStatus, RunStatus, describe_protection, read_status
 
 Event = Mapping[str, Any]
 _RECENT_S = 60.0
+_EVENTS = 20_000  # of the log, the newest
 _SPANS = 50  # incidents whose phases are drawn
 _MORE_BUSY = 0.2  # than the others: chance alone does not make it in so many looks
 REASONS = {
@@ -97,11 +96,6 @@ def summarize(status: RunStatus, history: Sequence[Point], events: Iterable[Even
         stragglers=tuple(slow),
         spans={incident.id: spans_of(incident) for incident in status.incidents[-_SPANS:]},
     )
-
-
-def unix_s(at: str) -> float:
-    """Seconds since 1970 of a time in the status or the event log."""
-    return datetime.fromisoformat(at).timestamp()
 
 
 def pauses_of(events: Iterable[Event], now_s: float) -> list[Interval]:
@@ -212,60 +206,34 @@ def _incidents(incidents: Sequence[IncidentStatus]) -> str:
     return f", with {counted(len(incidents), 'incident')}, {lost} steps lost"
 
 
-# How often what took how long: counts that only grow, as Prometheus wants them.
+def sentences_of(incident: IncidentStatus, proofs: bool = True) -> list[str]:
+    """What is said of an incident beside its reason: its standby, what was found equal, what is not proved."""
+    sentences = {
+        None: [],
+        True: ["a standby was ready"],
+        False: ["no standby was ready: the new process imported torch first"],
+    }[incident.had_standby]
+    if incident.setup_s:
+        sentences.append(f"of the replay the script's own set-up took {in_seconds(incident.setup_s)} s")
+    if incident.first_step_s is not None:
+        sentences.append(f"{in_seconds(incident.first_step_s)} s after it all ranks had completed a step")
+    sentences += [f"equal: {noun}" for noun in incident.equal] if proofs else []
+    return sentences + [f"not proved: {sentence}" for sentence in incident.not_proved]
 
 
-_STEP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+def in_seconds(value: float | None) -> str:
+    """Milliseconds matter below ten seconds only, and columns are narrow; "-": not known."""
+    return "-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-@dataclass
-class Histogram:
-    """Counts of values up to each bound.
-
-    bounds   seconds, rising
-    """
-
-    bounds: Sequence[float]
-    sum: float = 0.0
-    counts: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, in seconds."""
-        self.sum += value * times
-        self.counts[sum(bound < value for bound in self.bounds)] += times
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """As the text format wants them: each holds those before it."""
-        names = [*map(str, self.bounds), "+Inf"]
-        return [(name, sum(self.counts[: number + 1])) for number, name in enumerate(names)]
-
-
-class StepTimes:
-    """How long steps take, as seen from outside: the mean of the steps between two looks at the status."""
-
-    def __init__(self) -> None:
-        self.histogram = Histogram(_STEP_S)
-        self._before: tuple[float, int] | None = None
-
-    def note(self, status: RunStatus) -> None:
-        """A status has been read. What an incident holds up is no step's time."""
-        at_s, step = unix_s(status.updated_at), status.step
-        if status.state != "healthy" or self._before is None or step < self._before[1]:
-            self._before = (at_s, step) if status.state == "healthy" else None
-            return
-        done = step - self._before[1]
-        if done and self._before[1]:  # the first steps hold the start
-            self.histogram.observe((at_s - self._before[0]) / done, done)
-        if done:
-            self._before = (at_s, step)
-
-
-EVERY_S = 0.5
-_SHARE = 20  # a look takes at most a part of the time: for thousands of ranks it comes less often
-_EVENTS = 5_000  # the newest, which a page that is opened later gets
+def load(directory: RunDirectory) -> RunStatus:
+    """Read the status of a run. Raises ConfigError if it has none."""
+    try:
+        return read_status(directory.status)
+    except FileNotFoundError:
+        raise ConfigError(f"the run in '{directory.path}' has not written a status", "look again in a second") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"status cannot be read ({error})", "name another run") from None
 
 
 @dataclass(frozen=True)
@@ -277,66 +245,59 @@ class Line:
     event: dict[str, Any]
 
 
-class Feed:
-    """What a run has written so far.
+class RunView:
+    """What a run has written so far. Raises ConfigError if that is no status yet.
 
-    status     None until the run has one
     lines      the event log of this launch, as far as it is kept
     incidents  of these, "incident" and "resume", all of them
     history    of this launch
-    status_json    the status and what it comes to, made once for all pages; topology_json: who holds what, or "null"
-    step_times of this launch, since the page is served
-    changed    set, and replaced, whenever something is new
-    over       set when nothing comes any more
+    topology_json  who holds what, or "null"
     """
+
+    status: RunStatus
+    summary: Summary
+    history: list[Point]
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
-        self.status: RunStatus | None = None
-        self.summary: Summary | None = None
         self.lines: deque[Line] = deque(maxlen=_EVENTS)
         self.incidents: list[dict[str, Any]] = []
-        self.history: list[Point] = []
-        self.status_json = ""
         self.topology_json = "null"
-        self.step_times = StepTimes()
-        self.changed = asyncio.Event()
-        self.over = asyncio.Event()
-        self._seen: tuple[object, ...] = ()
+        self._seen = self._stamps
         self._read_to = 0
+        self._read()
 
-    async def follow(self) -> None:
-        """Look at the files until it is over."""
-        while not self.over.is_set():
-            began_s = time.monotonic()
-            self.look()
-            await asyncio.sleep(max(EVERY_S, _SHARE * (time.monotonic() - began_s)))
+    def look(self, is_last: bool = False) -> bool:
+        """Read what is new; returns whether anything is. A status that cannot be read is tried again at the next look.
 
-    def end(self) -> None:
-        """The launcher is about to end: what is in the files now is the last."""
-        self.over.set()
-        self.look()
-        self._wake()
+        is_last   read all, whether it has changed or not
+        """
+        if self._stamps == self._seen and not is_last:
+            return False
+        self._seen = self._stamps
+        with suppress(ConfigError):
+            self._read()
+        return True
 
-    def look(self) -> None:
-        """Read what is new. Files that cannot be read, or are not there yet, are tried again at the next look."""
-        seen = tuple(map(_stamp, (self.run.status, self.run.events, self.run.history)))
-        if seen == self._seen and not self.over.is_set():
-            return
-        self._seen = seen
-        with suppress(OSError, ValueError):
-            self.status = read_status(self.run.status)
-        if self.status is None:
-            return
-        self.step_times.note(self.status)
+    @property
+    def settings(self) -> str:
+        """The resolved configuration; "" if it is gone."""
+        with suppress(OSError):
+            return self.run.config.read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    @property
+    def _stamps(self) -> tuple[object, ...]:
+        return tuple(map(_stamp, (self.run.status, self.run.events, self.run.history)))
+
+    def _read(self) -> None:
+        self.status = load(self.run)
         started_s = unix_s(self.status.started_at)
         self._read_events(started_s)
         self.history = read_history(self.run.history, started_s)
         self.summary = summarize(self.status, self.history, self.incidents)
-        self.status_json = f'{{"status": {self.status.to_json()}, "summary": {json.dumps(asdict(self.summary))}}}'
         with suppress(OSError):
             self.topology_json = self.run.topology.read_text(encoding="utf-8").strip() or "null"
-        self._wake()
 
     def _read_events(self, started_s: float) -> None:
         """Take the lines that were added; the last one may still be written."""
@@ -350,10 +311,6 @@ class Feed:
                 self.lines.append(Line(end, text, event))
                 if event["event"] in ("incident", "resume"):
                     self.incidents.append(event)
-
-    def _wake(self) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
 
 
 def _stamp(path: os.PathLike[str]) -> tuple[int, int] | None:
