@@ -345,6 +345,8 @@ class Supervisor:
         self._control.close()
         self.run.checkpoint_writer.end(is_done=exit_code == 0, left_s=left_s)
         reason = self._with_what_was_saved(reason)
+        if self._group is not None:
+            self.node.domains.run("snapshots", self._group.snapshots.conclude)
         self.node.domains.run("incident notes", lambda: self.run.incidents.conclude(is_done=exit_code == 0))
         self.run.status.end(exit_code, reason, is_stopped)
         self.node.log("run_ended", exit_code=exit_code, reason=reason)

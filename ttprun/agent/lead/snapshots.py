@@ -88,6 +88,7 @@ class Snapshots:
     _is_proved: bool = False  # a step was equal, so others can be, too; not since a rank was suspect
     _taken_s: float = field(default_factory=time.monotonic)  # when the newest was complete
     _not_verified: set[str] = field(default_factory=set)  # reasons that were said
+    _why_none: str = "the script has taken too few"  # of all steps was verified; "": one was
 
     def close(self) -> None:
         """The ranks are gone: give the memory back."""
@@ -95,6 +96,11 @@ class Snapshots:
         for buffer in buffers:
             if not buffer.is_read:  # else its descriptors' numbers would be others' before it is on the disk
                 buffer.close()
+
+    def conclude(self) -> None:
+        """The job has ended."""
+        if self._node.config.verified_every and self._why_none:
+            logger.warning("no step was verified: %s", self._why_none)
 
     def look(self) -> None:
         """Ask for the next one, if it is time and there is room."""
@@ -157,7 +163,7 @@ class Snapshots:
 
     def _conclude(self, verified: _Verified, finding: str, what: str) -> None:
         """The step has been taken often enough."""
-        rank, step = verified.rank, verified.boundary
+        rank, step, self._why_none = verified.rank, verified.boundary, ""
         if finding == "suspect" and not self._is_proved:
             finding, what = "inconclusive", f"{what}; {NOT_PROVED}"
         if self._node.config.verifies_before:  # it has waited, too, and the others for it
@@ -187,6 +193,7 @@ class Snapshots:
         verified = self._verified
         assert verified is not None
         self._node.log("step_not_verified", rank=verified.rank, step=verified.boundary, reason=why_not)
+        self._why_none = self._why_none and why_not
         if why_not not in (*self._not_verified, NO_STANDBY):
             self._not_verified.add(why_not)
             logger.warning("step %d of rank %d is not verified: %s", verified.boundary, verified.rank, why_not)
