@@ -90,7 +90,7 @@ def test_a_standby_with_a_context_on_the_lost_ranks_device_takes_its_place_and_n
     launch = start_ttprun(SCRIPT, 2, script_args=more, options=options, device=NPU)
     assert launch.run_dir is not None
     for _ in range(2):
-        launch.wait_for_standby("2 device contexts")
+        launch.wait_for_standby("2 device contexts (made in ")
         os.kill(launch.wait_for_rank(1, state="running", step=11)["pid"], signal.SIGKILL)
         launch.wait_for_event("rank_replayed", rank=1)
     gate.touch()

@@ -24,11 +24,12 @@ class WithContext(Standby):
     """A copy of a standby with a context on the device of one rank, whose place alone it can take.
 
     began_s   when it was made; HANG_S later it is given up if it has none
+    took_s    from then until it had its context
     """
 
     def __init__(self, copy: StandbyCopy) -> None:
         self.become(copy)
-        self.began_s = time.monotonic()
+        self.began_s, self.took_s = time.monotonic(), 0.0
 
 
 class Standbys:
@@ -148,8 +149,9 @@ class Standbys:
         if not self.may_start:
             return "starts after step 1"
         if self.ready:
-            contexts = sum(one.is_ready for one in (self._contexts or {}).values())
-            return f"ready, {self.preloads.state}" + (f", {counted(contexts, 'device context')}" if contexts else "")
+            made_s = [one.took_s for one in (self._contexts or {}).values() if one.is_ready]
+            contexts = f", {counted(len(made_s), 'device context')} (made in {max(made_s):.1f} s)" if made_s else ""
+            return f"ready, {self.preloads.state}{contexts}"
         return "being prepared" if self.is_on_its_way else "none could be started; a lost rank gets a new process"
 
     def take(self, local_rank: int = -1) -> Standby | StandbyCopy | None:
@@ -338,7 +340,12 @@ class StandbyWatch:
 
     def _watch_context(self, local_rank: int, standby: WithContext) -> None:
         log = partial(self._node.log, "standby_context", rank=self._node.here[local_rank].rank, pid=standby.process.pid)
-        self._listen(standby, lambda: log(took_s=time.monotonic() - standby.began_s), lambda: None)
+
+        def came() -> None:
+            standby.took_s = time.monotonic() - standby.began_s
+            log(took_s=standby.took_s)
+
+        self._listen(standby, came, lambda: None)
 
     def _watch(self, standby: Standby) -> None:
         def lost() -> None:
