@@ -34,7 +34,7 @@ NAV = {
     ],
     "What to expect": ["support", "limits", "how-it-works", "devices", "mindio"],
     "Help": ["troubleshoot", "glossary"],
-    "Develop": ["architecture", "protocol", "contributing"],
+    "Develop": ["extending", "architecture", "protocol", "contributing"],
 }
 
 

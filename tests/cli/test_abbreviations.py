@@ -64,19 +64,6 @@ def test_short_options_and_equals_signs_mean_the_same_here(line: list[str]) -> N
     assert we_read(line) == torchrun_reads(line)
 
 
-@pytest.mark.parametrize(
-    ("spelling", "dest"),
-    [("--re", "redirects"), ("--stand", "standalone"), ("--run-", "run_path"), ("--no-", "no_python")],
-)
-def test_where_an_abbreviation_could_be_ours_too_it_is_torchruns(spelling: str, dest: str) -> None:
-    line = [spelling, "x.py", "y.py"]
-
-    read = we_read(line)
-
-    assert read is not None
-    assert read[dest] in (True, "x.py")
-
-
 @pytest.mark.parametrize("spelling", ["--allow-faults", "--allow_faults", "--allow", "--al"])
 def test_our_options_may_be_abbreviated_and_written_with_underscores(spelling: str) -> None:
     arguments = build_parser().parse_args([spelling, "x.py"])

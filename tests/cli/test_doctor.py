@@ -80,18 +80,6 @@ def test_this_machine_can_train_with_recovery_and_nothing_is_left_behind(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_in_a_pipe_each_finding_is_one_plain_line_and_the_verdict_is_the_last(tmp_path: Path) -> None:
-    done = examine(tmp_path, FORCE_COLOR="1")
-
-    heading, *lines, verdict = done.stdout.splitlines()
-    assert done.returncode == 0
-    assert heading.split() == ["area", "what", "found", "means", "cure"]
-    assert {line.split()[0] for line in lines} <= {"ok", "note"}
-    assert verdict.startswith("training with recovery can work here (")
-    assert "\x1b" not in done.stdout
-
-
 @pytest.mark.parametrize("has_run", [True, False])
 def test_a_report_has_what_was_found_and_the_newest_run_but_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_run: bool

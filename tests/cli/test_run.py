@@ -193,11 +193,7 @@ def test_the_agent_gets_torchs_own_reading_and_the_run_directory_says_what_was_a
 
 @pytest.mark.parametrize(
     ("line", "is_python"),
-    [
-        (["train.py", "-u"], True),
-        (["--no-python", "sh", "-u", "x"], False),
-        (["--no-python", sys.executable], False),
-    ],
+    [(["train.py", "-u"], True), (["--no-python", "sh", "-u", "x"], False), (["--no-python", sys.executable], False)],
 )
 def test_the_agent_learns_whether_ranks_run_python_whatever_their_arguments_look_like(
     agent: FakeLaunch, line: list[str], is_python: bool
@@ -292,21 +288,12 @@ def test_bad_input_is_one_line_with_the_cure_and_nothing_is_started(
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (
-            "launch: {nproc-per-nod: 2}",
-            "launch.nproc-per-nod: torchrun has no such option; did you mean 'nproc",
-        ),
+        ("launch: {nproc-per-nod: 2}", "launch.nproc-per-nod: torchrun has no such option; did you mean 'nproc"),
         ("launch: {standalone: 1}", "launch.standalone: 1 is not valid; give true or false"),
         ("launch: {nproc_per_node: true}", "launch.nproc_per_node: True is not valid; give a value, not true or false"),
-        (
-            "launch: {max_restarts: many}",
-            "launch.max_restarts: argument --max-restarts/--max_restarts: invalid",
-        ),
+        ("launch: {max_restarts: many}", "launch.max_restarts: argument --max-restarts/--max_restarts: invalid"),
         ("launch: {start_method: frok}", "launch.start_method: argument --start-method/--start_method: invalid choice"),
-        (
-            "launch: {training_script: x}",
-            "launch.training_script: torchrun has no such option; see 'ttprun run",
-        ),
+        ("launch: {training_script: x}", "launch.training_script: torchrun has no such option; see 'ttprun run"),
     ],
 )
 def test_a_wrong_launch_option_in_a_file_is_laid_at_the_files_listener(
@@ -385,11 +372,6 @@ def test_the_installed_command_answers_a_missing_script_in_one_line(tmp_path: Pa
     assert done.returncode == 2
     assert done.stderr == f"ttprun: error: there is no script 'no.py'; it was looked for in {tmp_path}\n"
     assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
-
-
-def test_a_signal_that_does_not_exist_is_left_to_torch_which_warns_of_it(agent: FakeLaunch) -> None:
-    assert main(["--signals-to-handle", "SIGTERM,SIGFOO", "train.py"]) == agent.exit_code
-    assert len(agent.calls) == 1
 
 
 def test_an_option_of_torchruns_among_our_keys_is_answered_with_its_place(

@@ -50,9 +50,3 @@ def test_the_log_says_how_far_long_work_is_and_not_at_every_step(
     progress.show(600_000, 2_000_000)
 
     assert [record.message for record in caplog.records] == ["writing a checkpoint: 500 kB of 2.0 MB in 0 s"]
-
-
-def test_the_log_says_nothing_of_short_work(caplog: pytest.LogCaptureFixture) -> None:
-    ProgressLog("writing a checkpoint").show(500_000)
-
-    assert not caplog.records

@@ -150,6 +150,7 @@ TOPICS = {
     "devices": "device errors, GPUs, NPUs and the simulated NPU",
     "mindio": "frameworks that recover by callbacks of their own",
     "troubleshoot": "by symptom and by message: what it means, and what to do",
+    "extending": "commands and listeners of your own package, by entry points",
     "migrate": "from torchrun, accelerate, deepspeed, mp.spawn, Slurm, Kubernetes, ...: before and after",
     "glossary": "the words that ttprun uses: boundary, rung, standby, replay, ...",
     "configuration": "every key, variable and option, generated from the configuration model",

@@ -162,9 +162,7 @@ def main(argv: list[str] | None = None) -> int:
             return complete(arguments)
         if sys.platform != "linux":
             raise ConfigError("ttprun runs on Linux only", "use torchrun here")
-        if arguments[0] in COMMANDS:
-            module, name = COMMANDS[arguments[0]]
-            function = getattr(import_module(module), name)
+        if (function := command_of(arguments[0])) is not None:
             is_launching = arguments[0] in LAUNCHING
             return int(function(arguments[1:])) if is_launching else run_command(arguments[0], function, arguments[1:])
         return run_script(arguments[1:] if arguments[0] == "run" else arguments)
@@ -177,6 +175,18 @@ def main(argv: list[str] | None = None) -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def command_of(word: str) -> Any:
+    """The command of that name, ours or by another package's entry point `ttprun.commands`; None: it is a script."""
+    if word in COMMANDS:
+        module, name = COMMANDS[word]
+        return getattr(import_module(module), name)
+    from importlib.metadata import entry_points
+
+    is_other = word.replace("-", "_").isidentifier() and not os.path.exists(word)
+    others = entry_points(group="ttprun.commands", name=word) if is_other else ()
+    return next((entry.load() for entry in others), None)
 
 
 def run_script(words: list[str]) -> int:
@@ -279,8 +289,8 @@ def build_app() -> typer.Typer:
     app = typer.Typer(add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback()(_options_of_a_run())
     app.command("run")(_options_of_a_run())
-    for name, (module, function) in COMMANDS.items():
-        command = _options_of_a_run() if name in LAUNCHING else getattr(import_module(module), function)
+    for name in COMMANDS:
+        command = _options_of_a_run() if name in LAUNCHING else command_of(name)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:

@@ -50,9 +50,8 @@ from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import BASE, RunDirectory, begin_trace, node_name
 from ttprun.observe.status import RunStatus, read_status, write_status
 from ttprun.state.store import CheckpointStore
-from ttprun.web import otel
 from ttprun.web.companion import answering_probes, is_loopback, serving
-from ttprun.web.notifier import notifying
+from ttprun.web.notifier import listeners, notifying
 
 # torchrun's default; only static rendezvous uses it.
 MASTER_PORT = 29500
@@ -132,11 +131,13 @@ def run(words: Sequence[str]) -> int:
     try:
         how = {"is_python": not torchrun.no_python, "is_place_named": invocation.is_place_named}
         with (
+            contextlib.ExitStack() as beside,
             notifying(config.on_event, config.on_event_kinds, directory),
-            notifying(otel.command_for(os.environ), otel.KINDS, directory),
             serving(config.http, config.http_token_file, directory, torchrun.local_addr) as page,
             answering_probes(os.environ, directory),
         ):
+            for listener in listeners(os.environ):
+                beside.enter_context(notifying(*listener, directory))
             shown = "" if is_loopback(urlsplit(page).netloc) else page
             code = launch(config, launch_config, entrypoint, arguments, directory, page=shown, outcomes=outcomes, **how)
             say_misplaced(torchrun, directory)

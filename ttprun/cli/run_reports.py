@@ -310,10 +310,7 @@ def _gist(shown: RunStatus) -> tuple[object, ...]:
 # `ttprun topology`: which ranks hold the same, and what the loss of each would cost.
 
 
-_MOST_PEERS = 8
-
-
-_MOST_NAMES = 12
+_MOST = 8  # ranks or names in a line
 
 
 _LOSSES = {
@@ -374,19 +371,19 @@ def _show_topology(shown: Topology) -> None:
     table = new_table(console, "rank", *dimensions, "replica peers", *mirror, "if it is lost", right=numbers)
     for rank in shown.ranks:
         coordinates = [str(rank.coordinates.get(name, "-")) for name in dimensions]
-        peers = in_short([*map(str, shown.peers(rank.rank))], _MOST_PEERS) or "-"
+        peers = in_short([*map(str, shown.peers(rank.rank))], _MOST) or "-"
         size = [in_words(rank.mirror_bytes) if rank.mirror_bytes else "-"] if mirror else []
         table.add_row(str(rank.rank), *coordinates, peers, *size, _LOSSES[rank.loss])
     console.print(table)
     if not shown.unequal:
         console.print(f"all ranks hold the same (compared at step {shown.boundary})")
         return
-    unequal = in_short(shown.unequal, _MOST_NAMES)
+    unequal = in_short(shown.unequal, _MOST)
     console.print(f"not the same in all ranks (compared at step {shown.boundary}): {unequal}")
     for part in shown.parts:
-        holders = " | ".join(in_short([*map(str, ranks)], _MOST_PEERS) for ranks in part.holders[:_MOST_PEERS])
-        more = f" and {len(part.holders) - _MOST_PEERS} more parts" if len(part.holders) > _MOST_PEERS else ""
-        console.print(f"parts held by ranks {holders}{more}: {in_short(part.names, _MOST_NAMES)}")
+        holders = " | ".join(in_short([*map(str, ranks)], _MOST) for ranks in part.holders[:_MOST])
+        more = f" and {len(part.holders) - _MOST} more parts" if len(part.holders) > _MOST else ""
+        console.print(f"parts held by ranks {holders}{more}: {in_short(part.names, _MOST)}")
     if any(rank.loss in ("snapshot", "restart") for rank in shown.ranks):
         console.print(
             "A shard with one holder is gone with its rank. A mesh of 2 replicas (HSDP, tensor x data parallel) "

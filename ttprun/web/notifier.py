@@ -15,15 +15,17 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from importlib.metadata import entry_points
 from typing import Any
 
 from ttprun.errors import ConfigError
+from ttprun.observe.console import say
 from ttprun.observe.events import read_on, timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status
-from ttprun.web import companion
+from ttprun.web import companion, otel
 from ttprun.web.companion import Namer
 
 # The launcher's side of `--on-event`: starts the process that runs the command, and ends it.
@@ -51,6 +53,20 @@ def notifying(command: str | None, kinds: Collection[str], run: RunDirectory) ->
         yield
     finally:
         companion.end(process, END_LIMIT_S + 5.0)
+
+
+def listeners(environment: Mapping[str, str]) -> Iterator[tuple[str | None, Collection[str]]]:
+    """What else is to be run, as `notifying` takes it: what sends spans, and what other packages name.
+
+    These have modules like ours as entry points `ttprun.listeners`; one that cannot be had is named, and left out.
+    """
+    yield otel.command_for(environment), otel.KINDS
+    for entry in entry_points(group="ttprun.listeners"):
+        try:
+            listener = entry.load()
+            yield listener.command_for(environment), listener.KINDS
+        except Exception as error:
+            say(f"no event is given to {entry.name} ({entry.value}): {type(error).__name__}: {error}")
 
 
 COMMAND_LIMIT_S = 10.0

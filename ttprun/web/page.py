@@ -105,13 +105,13 @@ def as_markdown(run: RunView) -> str:
 def _incident(incident: IncidentStatus) -> list[str]:
     seconds = seconds_of(incident)
     explained = f" (ttprun explain {incident.reason_kind})" if incident.reason_kind else ""
-    ranks = ", ".join(map(str, incident.ranks)) or "none"
     lost = "not counted" if incident.steps_lost is None else f"{incident.steps_lost}"
     return [
         f"## Incident {incident.id}: {incident.kind}, {incident.outcome}",
         "",
         f"{incident.reason}{explained}. "
-        f"Ranks lost: {ranks}; rung: {incident.rung or 'none'}; boundary: {incident.boundary}; steps lost: {lost}.",
+        f"Ranks lost: {', '.join(map(str, incident.ranks)) or 'none'}; rung: {incident.rung or 'none'}; "
+        f"boundary: {incident.boundary}; steps lost: {lost}.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|" + "---:|" * len(COLUMNS),
