@@ -170,10 +170,23 @@ def draw_incidents(console: Console, incidents: tuple[IncidentStatus, ...]) -> R
     """One line an incident: what happened and how it ended."""
     numbers = ("#", "boundary", "steps lost")
     columns = ("#", "kind", "ranks", "rung", "outcome", "boundary", "steps lost")
-    rows = []
-    for incident in incidents:
-        cells = (incident.id, incident.kind, ",".join(map(str, incident.ranks)), incident.rung, incident.outcome)
-        rows.append([*map(_cell, (*cells, incident.boundary, incident.steps_lost))])
+    rows = [
+        tuple(
+            map(
+                _cell,
+                (
+                    past.id,
+                    past.kind,
+                    ",".join(map(str, past.ranks)),
+                    past.rung,
+                    past.outcome,
+                    past.boundary,
+                    past.steps_lost,
+                ),
+            )
+        )
+        for past in incidents
+    ]
     return fitting_table(console, columns, rows, numbers, _SPARE["incidents"])
 
 
@@ -181,10 +194,7 @@ def draw_phases(console: Console, incidents: tuple[IncidentStatus, ...]) -> Rend
     """One line an incident: its number, and the seconds of each phase; they add up to the total."""
     # A narrow first heading: with it the table fits into 80 columns.
     columns = ("#", *COLUMNS)
-    rows = []
-    for incident in incidents:
-        took = seconds_of(incident)
-        rows.append((str(incident.id), *(in_seconds(took.get(phase)) for phase in COLUMNS)))
+    rows = [(str(past.id), *(in_seconds(seconds_of(past).get(phase)) for phase in COLUMNS)) for past in incidents]
     return fitting_table(console, columns, rows, columns, _SPARE["phases"])
 
 
