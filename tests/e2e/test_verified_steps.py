@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import EPOCHS, Launch, Run, RunTtprun, assert_same_outcome
+from tests.e2e.harness import EPOCHS, Run, RunTtprun, StartTtprun, Undisturbed, assert_same_outcome
 
 GATED = "gated_steps.py"
 EVERY = 15  # the first one that is taken again, once a standby is ready, is of rank 1, the second one of rank 0
@@ -23,31 +23,22 @@ CORRUPTIONS = {
 }
 
 
-Corrupted = Callable[..., Run]
-
-
 @pytest.fixture
-def corrupted(start_ttprun: Callable[..., Launch], undisturbed: Callable[..., Run], tmp_path: Path) -> Corrupted:
+def corrupted(start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path) -> Callable[..., Run]:
     """A run with a fault, in which the first verified step is equal; it has ended as one without."""
 
-    def run(fault: str, verify_steps: str, device: str = "") -> Run:
+    def run(fault: str, verify_steps: str) -> Run:
         gates = {name: tmp_path / name for name in ("gate", "second", "third")}
-        words = ["--device", device] if device else []
-        launch = start_ttprun(
-            GATED,
-            2,
-            faults=[fault],
-            options=["--verify-steps", verify_steps, "--verify-every", "0"],
-            script_args=[*words, *(word for name, gate in gates.items() for word in (f"--{name}", str(gate)))],
-            device=device,
-        )
+        options = ["--verify-steps", verify_steps, "--verify-every", "0"]
+        words = [word for name, gate in gates.items() for word in (f"--{name}", str(gate))]
+        launch = start_ttprun(GATED, 2, faults=[fault], options=options, script_args=words)
         launch.wait_for_standby("ready")
         gates["gate"].touch()
         launch.wait_for_event("step_verified", finding="equal")
         gates["second"].touch()
         launch.wait_for_event("step_verified", finding="suspect")
         gates["third"].touch()
-        ended, reference = launch.finish(), undisturbed(GATED, 2, words, device=device)
+        ended, reference = launch.finish(), undisturbed(GATED, 2)
         assert (ended.hashes, ended.final, ended.exit_code) == (reference.hashes, reference.final, 0), ended.story()
         return ended
 
@@ -57,7 +48,7 @@ def corrupted(start_ttprun: Callable[..., Launch], undisturbed: Callable[..., Ru
 @pytest.mark.parametrize("is_sticky", [False, True], ids=["once", "sticky"])
 @pytest.mark.parametrize("where", CORRUPTIONS)
 def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those_of_an_undisturbed_run(
-    where: str, is_sticky: bool, corrupted: Corrupted
+    where: str, is_sticky: bool, corrupted: Callable[..., Run]
 ) -> None:
     fault, named = CORRUPTIONS[where]
 
@@ -78,7 +69,7 @@ def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those
     ids=["a gradient", "a weight, after its use"],
 )
 def test_if_it_is_compared_before_the_optimizer_uses_it_no_step_is_lost(
-    corrupted: Corrupted, fault: str, named: str
+    corrupted: Callable[..., Run], fault: str, named: str
 ) -> None:
     run = corrupted(fault, f"1/{EVERY},before")
 
@@ -87,15 +78,27 @@ def test_if_it_is_compared_before_the_optimizer_uses_it_no_step_is_lost(
     assert f"it has computed {named}" in incident["reason"], run.story()
 
 
-def test_on_a_device_a_flipped_bit_is_found_as_well(corrupted: Corrupted) -> None:
-    run = corrupted(CORRUPTIONS["gradient"][0], f"1/{EVERY}", device="npu")
+def test_what_a_device_computes_wrongly_each_time_is_found_on_others_and_at_the_second_time_its_rank_leaves_it(
+    start_ttprun: StartTtprun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5,6")
+    gates = [str(tmp_path / name) for name in ("one", "two", "three")]
+    words = ["--device", "npu", "--defective", "4", "--gate", gates[0], "--second", gates[1], "--third", gates[2]]
+    options = ["--verify-steps", "1/4,before", "--verify-every", "0"]
+    launch = start_ttprun(GATED, 2, options=options, script_args=words, device="npu")
+    for gate in gates:
+        launch.wait_for_standby("ready")
+        Path(gate).touch()
+    run = launch.finish()
 
-    (incident,) = run.incidents
-    assert (incident["kind"], incident["ranks"], incident["rung"]) == ("corruption", [0], "rewind"), run.story()
+    assert [(one["ranks"], one["outcome"]) for one in run.incidents] == [([0], "recovered")] * 2, run.story()
+    assert "was suspect before" not in run.incidents[0]["reason"], run.story()
+    said = "; device 4 was suspect before and is not used again: the rank uses device 6 from now on"
+    assert run.incidents[1]["reason"].endswith(said), run.story()
 
 
 def test_of_a_sound_run_with_dropout_and_workers_nothing_is_said_and_its_outcome_is_the_same(
-    run_ttprun: RunTtprun, undisturbed: Callable[..., Run]
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
     args = ["--per-rank", "1200", "--workers", "1"]  # 450 steps
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-args = arguments(gate="", second="", third="", device="cpu")
+args = arguments(gate="", second="", third="", device="cpu", defective="")
 
 dist.init_process_group("gloo" if args.device == "cpu" else "hccl")
 rank = dist.get_rank()
@@ -18,6 +18,8 @@ device = torch.device(args.device, 0 if args.device == "cpu" else rank)
 net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(
     device
 )
+if args.defective and os.environ["ASCEND_RT_VISIBLE_DEVICES"].split(",")[rank] == args.defective:
+    net[0].weight.register_hook(lambda gradient: gradient + 0.5)  # in the same way each time
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 

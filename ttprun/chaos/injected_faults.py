@@ -272,11 +272,6 @@ def seconds_of(every: str | None) -> float | None:
     return None if every is None or every.endswith("steps") else float(every.removesuffix("s"))
 
 
-def steps_of(every: str | None) -> int | None:
-    """The period in steps; None if it is one of seconds, or if there is none."""
-    return int(every.removesuffix("steps")) if every is not None and every.endswith("steps") else None
-
-
 def _natural(value: str) -> int:
     if not (value.isascii() and value.isdigit()):
         raise ValueError("write a whole number from 0")
@@ -374,7 +369,8 @@ def strikes(order: Fault, world_size: int, running_step: int) -> Iterator[Planne
     running_step  the optimizer step at the time of the order, from which periods and drawn steps count
     """
     drawn = random.Random(order.seed)
-    every_s, every_steps = seconds_of(order.every), steps_of(order.every)
+    every_s, every = seconds_of(order.every), order.every or ""
+    every_steps = int(every.removesuffix("steps")) if every.endswith("steps") else None
     is_timed = order.after is not None or every_s is not None
     is_step_drawn = order.seed is not None and order.step is None and not is_timed and every_steps is None
     count = order.count if order.count is not None or order.every is not None else 1

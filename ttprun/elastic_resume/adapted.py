@@ -249,7 +249,17 @@ class Adapted(ReplayRun):
         if draws is not None:
             others = [other for other in range(min(len(self._paths), MOST)) if other != number]
             records = [_old_rank(self._paths[other]).last for other in others]
-            states = [states_in(record.fields, _generators_in(Tree(*record))) for record in records]
+            states = [
+                states_in(
+                    record.fields,
+                    [
+                        state_of(node)
+                        for node in Tree(*record).definitions.values()
+                        if isinstance(node, RandomNode | NumpyRandomNode)
+                    ],
+                )
+                for record in records
+            ]
             self._derived = Derived(draws, set.intersection(*states) if states else set())
             last = Record(self._derived.record(last.fields), last.blobs)
         self._first, self._old = old.first, Tree(*last)
@@ -376,7 +386,3 @@ def log_of(adapt: Adapt, rank: int) -> list[bytes]:
 def _old_rank(path: str) -> OldRank:
     part = _read(path)
     return OldRank(Record.of(*part["first"][1:]), Record.of(*part["records"][-1][1:]))
-
-
-def _generators_in(tree: Tree) -> list[list[Any]]:
-    return [state_of(node) for node in tree.definitions.values() if isinstance(node, RandomNode | NumpyRandomNode)]

@@ -278,7 +278,12 @@ def issue_again(session: Rank, entry: Entry) -> Any:
     again = entry.input.made_again()
     saved = {id(tensor): copy for tensor, copy in zip(entry.own_inputs, again, strict=bool(again))}
     for tensor in tensors_in(entry.args):
-        scratch[id(tensor)] = saved[id(tensor)].clone() if id(tensor) in saved else _empty_like(tensor, entry.device)
+        # Nobody reads the result that an empty one takes; of a tensor that was dropped, it is where that was.
+        scratch[id(tensor)] = (
+            saved[id(tensor)].clone()
+            if id(tensor) in saved
+            else torch.empty_like(tensor, device=entry.device if tensor.is_meta else None)
+        )
     return call_or_take(session, entry, with_tensors_replaced(entry.args, scratch))
 
 
@@ -341,11 +346,6 @@ def unpack_given(entry: Entry) -> None:
             continue
         output.copy_(torch.frombuffer(bytearray(bytes_of(given)), dtype=output.dtype).view(output.shape))
     entry.given = None
-
-
-def _empty_like(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Memory for a result that nobody reads; of a tensor that was dropped, where that was."""
-    return torch.empty_like(tensor, device=device if tensor.is_meta else None)
 
 
 class Message(Entry):

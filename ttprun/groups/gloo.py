@@ -206,11 +206,6 @@ def _as_list(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _copied_to(buffer: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of `given` at the beginning of a tensor of bytes."""
-    return buffer[: given.nbytes].view(given.dtype).view(given.shape).copy_(given.detach())
-
-
 class ReduceScatter:
     """One operation, with the interface of the backend's works.
 
@@ -229,7 +224,10 @@ class ReduceScatter:
         inputs = _as_list(given)
         self._memory = memory
         self._buffers = [memory.take(tensor.nbytes) for tensor in inputs]
-        reduced = [_copied_to(buffer, tensor) for buffer, tensor in zip(self._buffers, inputs, strict=True)]
+        reduced = [
+            buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            for buffer, tensor in zip(self._buffers, inputs, strict=True)
+        ]
         self._outputs = _as_list(outputs)
         self._parts = [tensor.chunk(size)[rank] for tensor in reduced]
         self._is_kept = False

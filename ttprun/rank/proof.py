@@ -265,7 +265,7 @@ class Proof:
         which += f" ({what})" if what else ""
         if any(digest != noted.digest for digest in self._evidence.tried(self._step, place)):
             self._evidence.note_noise()
-        is_near = lost != noted and kind != BATCH and is_one_dtype(tensors)
+        is_near = lost != noted and kind != BATCH and len({tensor.dtype for tensor in tensors}) <= 1
         is_near = is_near and is_close(lost.sample, noted.sample, tensors[0].dtype)
         why = self._may_round() if is_near else ""
         if lost == noted:
@@ -357,11 +357,6 @@ def _must_be_equal(session: Rank) -> bool:
     """Whether the user demands bits: by --proof strict, or of torch."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     return session.options.is_strict or (is_deterministic and not torch.is_deterministic_algorithms_warn_only_enabled())
-
-
-def is_one_dtype(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether samples of all of them are comparable as numbers."""
-    return all(tensor.dtype == tensors[0].dtype for tensor in tensors)
 
 
 def _counted(kind: int, count: int) -> str:

@@ -212,7 +212,7 @@ class Verifier:
             return
         is_proof = boundary <= self._prove_until
         if is_proof and self._why_off:
-            self._note_not_proved(boundary, self._why_off)
+            self._channel.send(from_rank.Note(f"{self._why_off}: at step {boundary} the recovery is not proved"))
         elif (is_proof or are_new or boundary == self._look_at) and not self._why_off:
             self._look_in_full(boundary, optimizer, frame)
         elif self._every and boundary % self._every == 0 and self._is_idle.is_set() and not self._why_off:
@@ -326,9 +326,6 @@ class Verifier:
         self._work.put(None)
         if self._thread is not None:
             self._thread.join(limit_s)
-
-    def _note_not_proved(self, boundary: int, why: str) -> None:
-        self._channel.send(from_rank.Note(f"{why}: at step {boundary} the recovery is not proved"))
 
     def _begin_hash(self, boundary: int, optimizer: torch.optim.Optimizer) -> None:
         """Copy the weights, and have the copies hashed while training continues."""

@@ -444,23 +444,22 @@ def succeed(settings: Settings, legacies: Iterable[Legacy], generation: int, kno
     )
     return Job(
         settings=settings,
-        members=Members.of(_member_of(by_rank[rank]) for rank in range(settings.world_size)),
+        members=Members.of(
+            Member(
+                rank=rank,
+                pid=None if by_rank[rank].is_finished else by_rank[rank].pid,
+                life=RankState.FINISHED if by_rank[rank].is_finished else RankState.LIVE,
+                is_protected=by_rank[rank].is_protected,
+                membership=by_rank[rank].membership,
+                has_joined=by_rank[rank].membership is GroupMembership.JOINED,
+                hindrance=by_rank[rank].hindrance,
+            )
+            for rank in range(settings.world_size)
+        ),
         generation=generation,
         incident_count=known.incidents,
         restarts=known.restarts,
         unprotected_reason=known.unprotected or next(reasons, Reason()),
         replicas=replicas,
         saved=tuple(Saved(boundary, place) for place, boundary in known.saved.items()),
-    )
-
-
-def _member_of(legacy: Legacy) -> Member:
-    return Member(
-        rank=legacy.rank,
-        pid=None if legacy.is_finished else legacy.pid,
-        life=RankState.FINISHED if legacy.is_finished else RankState.LIVE,
-        is_protected=legacy.is_protected,
-        membership=legacy.membership,
-        has_joined=legacy.membership is GroupMembership.JOINED,
-        hindrance=legacy.hindrance,
     )

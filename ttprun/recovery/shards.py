@@ -147,7 +147,19 @@ def plan_repair(
                 transfers.append(_Transfer(kind, source, rank))
     if missing:
         present = tuple(rank for rank in range(world_size) if rank not in away)
-        return RepairPlan(_all_load(lost, present), tuple(dict.fromkeys(missing)))
+        all_load = {
+            rank: (
+                RepairTask(
+                    RepairRole.LOAD_IN_PLACE if lost.get(rank) is LossKind.MEMORY else RepairRole.LOAD,
+                    kinds=(0,),
+                    sources=(rank,),
+                    targets=(rank,),
+                    ranks=present,
+                ),
+            )
+            for rank in present
+        }
+        return RepairPlan(all_load, tuple(dict.fromkeys(missing)))
     ranks = tuple(sorted({transfer.source for transfer in transfers} | {transfer.target for transfer in transfers}))
     parts: dict[int, tuple[RepairTask, ...]] = {}
     for source in sorted({transfer.source for transfer in transfers}):
@@ -206,18 +218,3 @@ def _part(role: RepairRole, transfers: Iterable[_Transfer], ranks: tuple[int, ..
         targets=tuple(transfer.target for transfer in listed),
         ranks=ranks,
     )
-
-
-def _all_load(lost: Mapping[int, LossKind], ranks: tuple[int, ...]) -> dict[int, tuple[RepairTask, ...]]:
-    return {
-        rank: (
-            RepairTask(
-                RepairRole.LOAD_IN_PLACE if lost.get(rank) is LossKind.MEMORY else RepairRole.LOAD,
-                kinds=(0,),
-                sources=(rank,),
-                targets=(rank,),
-                ranks=ranks,
-            ),
-        )
-        for rank in ranks
-    }

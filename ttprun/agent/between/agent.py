@@ -90,11 +90,6 @@ class Agent(Node, Lead):
         return bool(self.slots) and has_ended and not is_any_lost
 
 
-def interval_s(nodes: int) -> float:
-    """Seconds from one report of how ranks stand to the next: each node of a large group reports less often."""
-    return _EVERY_S * min(_RARELY, max(1.0, nodes / _OFTEN))
-
-
 @dataclass
 class Follower:
     """Reports to the leader, and takes its orders.
@@ -114,7 +109,8 @@ class Follower:
         now = time.monotonic()
         if now < self._next_s:
             return False
-        self._next_s = now + interval_s(self.node.peers.size)
+        # Each node of a large group reports less often.
+        self._next_s = now + _EVERY_S * min(_RARELY, max(1.0, self.node.peers.size / _OFTEN))
         self.node.peers.to_leader(self.node.rows_of(self.node.ranks_here))
         return True
 

@@ -18,7 +18,7 @@ from ttprun.agent.lead.schedulers import Scheduler
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.mindio import RepairType
-from ttprun.recovery.shards import LossKind, RepairRole, RepairTask, ReplicaGroup, plan_dump, plan_repair
+from ttprun.recovery.shards import LossKind, RepairRole, ReplicaGroup, plan_dump, plan_repair
 
 logger = logging.getLogger("ttprun")
 
@@ -209,7 +209,16 @@ class Frameworks(Repairs):
                     lost=list(action.to),
                     groups=self.groups_to_connect(),
                     repair_type=self.repair_type(),
-                    parts=[_repair_part(part) for part in plan.parts.get(slot.rank, ())],
+                    parts=[
+                        mindio.RepairPart(
+                            type=list(part.kinds),
+                            repair_type=_CODES[part.role],
+                            src=list(part.sources),
+                            dst=list(part.targets),
+                            rank_list=list(part.ranks),
+                        )
+                        for part in plan.parts.get(slot.rank, ())
+                    ],
                     limit_s=node.config.transfer_timeout_s,
                 )
             )
@@ -260,17 +269,6 @@ class Frameworks(Repairs):
         self._node.advance(
             recovery.StatePersisted(at_s=time.monotonic(), generation=generation, place=place, why_not=why_not)
         )
-
-
-def _repair_part(part: RepairTask) -> mindio.RepairPart:
-    """MindIO's repair_info."""
-    return mindio.RepairPart(
-        type=list(part.kinds),
-        repair_type=_CODES[part.role],
-        src=list(part.sources),
-        dst=list(part.targets),
-        rank_list=list(part.ranks),
-    )
 
 
 def _named(ranks: tuple[int, ...]) -> str:

@@ -110,7 +110,16 @@ def plan_alignment(
     sources: dict[int, int] = {}
     shared, gone = {*given}, {*lost}
     for ranks in alike:
-        used = {rank: _used_by(journals.get(rank, {}), shared) for rank in ranks if rank not in gone}
+        used = {  # (group, number) -> members, of what each rank has completed and cannot be given to the others
+            rank: {
+                (name, number): group.ranks
+                for name, group in journals.get(rank, {}).items()
+                for number in group.taken
+                if (name, number) not in shared
+            }
+            for rank in ranks
+            if rank not in gone
+        }
         source = max(used, key=lambda rank: (len(used[rank]), -rank), default=None)
         if source is None or not any(used.values()):
             continue
@@ -120,16 +129,6 @@ def plan_alignment(
             if any({source, rank} <= {*(used[source].get(which) or theirs[which])} for which in differing):
                 sources[rank] = source
     return sources
-
-
-def _used_by(journal: Mapping[str, GroupJournal], given: set[tuple[str, int]]) -> dict[tuple[str, int], list[int]]:
-    """(group, number) -> members, of what a rank has completed and cannot be given to the others."""
-    return {
-        (name, number): group.ranks
-        for name, group in journal.items()
-        for number in group.taken
-        if (name, number) not in given
-    }
 
 
 class Alignments:

@@ -36,7 +36,11 @@ NOT_PROVED = "no step was equal before, so what it depends on may be in no recor
 class TakesAgain(Protocol):
     """Has a step taken again; see `Again` in agent/node/process_watch.py."""
 
-    def begin(self, rank: int, stored: stored_states.Stored, done: Callable[[SnapshotTaken], None]) -> str: ...
+    def note_suspect(self, rank: int) -> str: ...
+
+    def begin(
+        self, rank: int, stored: stored_states.Stored, number: int, done: Callable[[SnapshotTaken], None]
+    ) -> str: ...
 
     def end(self) -> None: ...
 
@@ -158,7 +162,7 @@ class Snapshots:
             else:
                 self._conclude(verified, *judged)
 
-        if self.again and (why_not := self.again.begin(verified.rank, snapshot.as_stored(), done)):
+        if self.again and (why_not := self.again.begin(verified.rank, snapshot.as_stored(), len(verified.taken), done)):
             self._note_not_verified(why_not)
 
     def _conclude(self, verified: _Verified, finding: str, what: str) -> None:
@@ -174,6 +178,8 @@ class Snapshots:
         self._node.log("step_verified", **about, cost_s=verified.cost_s, share=share)
         if finding == "suspect":
             reason = f"it has computed {what} of step {step} otherwise than two other processes from the same state"
+            if self.again and (moved := self.again.note_suspect(rank)):
+                reason = f"{reason}; {moved}"
             pid, applied = self._node.slots[rank].pid, self._node.board.get(rank, Field.APPLIED)
             self._node.advance(recovery.StepDiffers(at_s=now, rank=rank, pid=pid, boundary=applied, reason=reason))
         else:

@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ttprun.agent.node.rank_processes import Standby, StandbyCopy, command_of, kill_session
+from ttprun.agent.node.node import Process
+from ttprun.agent.node.rank_processes import Standby, StandbyCopy, command_of, kill_session, other_devices
 from ttprun.protocol import standby_messages
 from ttprun.protocol.codec import encode
 from ttprun.protocol.standby_messages import Imported, PreloadPlan, Ready
@@ -118,6 +119,8 @@ class Preloads:
     refusals  modules that it must not import, and why
     why_not   why there is none, "" if there is one or will be
     devices   which one each local rank uses, by its index in this node's processes
+    moved     of `devices` those of ranks for which this index means another device now
+    may_move  processes that use other devices than their ranks come to their ends
     """
 
     def __init__(
@@ -128,6 +131,9 @@ class Preloads:
         self.loops = loops
         self._reports: dict[int, Imported] = {}
         self.devices: dict[int, int] = {}
+        self.moved: dict[int, int] = {}
+        self.may_move = True
+        self._suspected, self._deserted = set[str](), set[str]()  # devices; "": this machine, which has none
         self._plan: PreloadPlan | None = None
         self.refusals = dict(refusals or {})
         self._rounds = 0
@@ -156,6 +162,36 @@ class Preloads:
                 self._plan = plan
             else:
                 self.why_not = plan
+
+    def others(self, start: dict[str, Any]) -> tuple[str, dict[str, dict[str, str]]]:
+        """As `other_devices`, of a process that is started so, without those that are not used again."""
+        local_rank, indices = start["local_rank_id"], [*self.devices.values()]
+        # Those that are alike are no rank's choice: a script may name devices without ever making one the current one.
+        at = self.devices.get(local_rank) if len({*indices}) == len(indices) else local_rank
+        device, others = other_devices(os.environ | start["env"], at)
+        return device, {to: others[to] for to in others if self.may_move and to not in self._deserted}
+
+    def note_suspect(self, slot: Process, here: Sequence[Process]) -> str:
+        """A rank is suspect: if its device was before, its next process gets one that no rank has, if there is one.
+
+        here      all ranks of this node
+        returns   what was done, for people; "": nothing
+        """
+        start = slot.handler.start
+        device, others = self.others(start)
+        if device not in self._suspected:
+            self._suspected.add(device)
+            return ""
+        name, used = (
+            f"device {device}" if device else "this machine",
+            {self.others(each.handler.start)[0] for each in here},
+        )
+        if not (free := [other for other in others if other not in used]):
+            return f"{name} was suspect before, and no other device is free: take {name} out of the job"
+        self._deserted.add(device)
+        self.moved[start["local_rank_id"]] = self.devices[start["local_rank_id"]]
+        slot.handler.start = start | {"env": start["env"] | others[free[0]]}
+        return f"{name} was suspect before and is not used again: the rank uses device {free[0]} from now on"
 
     def look(self, standby: Standby | None, watch: Callable[[Preloaded], None]) -> None:
         """Have a copy made if there should be one; end one that hangs.

@@ -321,20 +321,25 @@ class Again:
         self._node, self._watch, self._standbys = node, watch, standbys
         self._handler: RankHandler | None = None
 
-    def begin(self, rank: int, stored: Stored, done: Callable[[SnapshotTaken], None]) -> str:
-        """Have the step after a snapshot taken; returns why not, "" if `done` will be told what has come of it.
+    def note_suspect(self, rank: int) -> str:
+        """A rank is suspect; returns what was done with its device, for people, "" if nothing was."""
+        return self._standbys.preloads.note_suspect(self._node.process(rank), self._node.here)
 
-        done   is not called if `end` is, before
+    def begin(self, rank: int, stored: Stored, number: int, done: Callable[[SnapshotTaken], None]) -> str:
+        """Have the step after a snapshot taken; returns why not, "" if `done` will be told unless `end` is called.
+
+        number   from 1, each time on another device, if there are such; with two, the second time on the rank's own
         """
         node = self._node
         if (copy := self._standbys.copy()) is None:
             return "no standby is ready"
         lower_priority(copy.process.pid)
-        slot, own = node.process(rank), [Board.create(node.world_size)[0], Recorder.create(node.slot_bytes)]
-        own.append(stack_dumps.create())
-        handler = self._handler = StandbyHandler(
-            slot.handler.start | dict.fromkeys(("stdout", "stderr"), os.devnull), copy
-        )
+        slot = node.process(rank)
+        own = [Board.create(node.world_size)[0], Recorder.create(node.slot_bytes), stack_dumps.create()]
+        start = slot.handler.start | dict.fromkeys(("stdout", "stderr"), os.devnull)
+        elsewhere = [*self._standbys.preloads.others(start)[1].values(), {}]
+        start["env"] = start["env"] | elsewhere[(number - 1) % len(elsewhere)]
+        handler = self._handler = StandbyHandler(start, copy)
         try:
             Recorder(own[1], node.slot_bytes).restore(stored.rank_part(rank))
             welcome, fds = self._watch.introduction(slot, handler, is_replacement=True)
@@ -347,7 +352,9 @@ class Again:
             for fd in own:
                 os.close(fd)
         orders: dict[type[Message], Order] = {
-            from_rank.Present: to_rank.Replay(rank, node.generation, stored.boundary, None, given=options.verified),
+            from_rank.Present: to_rank.Replay(
+                rank, node.generation, stored.boundary, None, given=welcome.options.verified
+            ),
             from_rank.RankReplayed: to_rank.LoadState(
                 *((), node.generation, stored.boundary, stored.files),
                 owners={key: list(ranks) for key, ranks in stored.owners.items()},
@@ -360,11 +367,7 @@ class Again:
         return ""
 
     def _take(
-        self,
-        handler: RankHandler,
-        orders: Mapping[type[Message], Order],
-        done: Callable[[SnapshotTaken], None],
-        boundary: int,
+        self, handler: RankHandler, orders: Mapping[type[Message], Order], done: Callable[..., None], boundary: int
     ) -> None:
         try:
             messages = handler.channel.read_available()
@@ -379,6 +382,7 @@ class Again:
             if type(message) in orders:
                 handler.channel.send(orders[type(message)])
             elif isinstance(message, SnapshotTaken) and self._handler is handler:
+                self._standbys.preloads.may_move &= not message.why_not
                 self.end()
                 done(message)
 

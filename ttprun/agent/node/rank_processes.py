@@ -213,6 +213,24 @@ def rank_environment(environment: Mapping[str, str], run_dir: str) -> dict[str, 
     return with_agent(environment, run_dir) | {"PYTHONPATH": path} | text_hashes.seeded(environment)
 
 
+# What says which devices a process sees -> the files of all devices of its kind.
+_VISIBLE = {"ASCEND_RT_VISIBLE_DEVICES": "davinci[0-9]*", "CUDA_VISIBLE_DEVICES": "nvidia[0-9]*"}
+
+
+def other_devices(environment: Mapping[str, str], at: int | None) -> tuple[str, dict[str, dict[str, str]]]:
+    """The device that a process with this environment has at an index, and by their names others that it could have.
+
+    returns   "" if it is not known; of each other one what the environment must have, in which two change places
+    """
+    for name, files in _VISIBLE.items():
+        every = ",".join(str(number) for number, _ in enumerate(Path("/dev").glob(files)))
+        seen = environment.get(name, every).split(",")
+        if at is not None and "".join(seen[at:]):
+            own, others = seen[at], [*seen[at + 1 :], *seen[:at]]
+            return own, {to: {name: ",".join({own: to, to: own}.get(it, it) for it in seen)} for to in others}
+    return "", {}
+
+
 class RankHandler(SubprocessHandler):
     """A rank's process, started by torch's code for the first time, by ours for a replacement.
 

@@ -105,7 +105,7 @@ class Standbys:
         """Have one copy more make its context, once the copies are as they will be; `watch` is called with it."""
         if self._contexts is None or not self.is_complete:
             return
-        for local_rank, index in tuple(self.preloads.devices.items()):
+        for local_rank, index in self.preloads.devices.items() - self.preloads.moved.items():
             held = self._contexts.get(local_rank)
             if (
                 held is not None
@@ -157,7 +157,7 @@ class Standbys:
     def take(self, local_rank: int = -1) -> Standby | StandbyCopy | None:
         """A process for a lost rank: a copy of a ready standby, which stays; else one itself. None if none is ready."""
         held = None if self._contexts is None else self._contexts.pop(local_rank, None)
-        if held is not None and held.is_ready and held.is_alive:
+        if held is not None and held.is_ready and held.is_alive and local_rank not in self.preloads.moved:
             held.hurry()
             return held
         if held is not None:

@@ -127,7 +127,7 @@ NEXT_RUN = "its file is followed from the next run on"
 
 def note(filename: str) -> bool:
     """Have the next run follow the loops of a file; returns whether it will."""
-    name, entry = _name_of(filename), _entry_of(filename)
+    name, entry = hashlib.sha256(os.fsencode(filename)).hexdigest()[:32] + _ENDING, _entry_of(filename)
     return bool(entry) and (read(name) == entry or write(name, entry))
 
 
@@ -148,10 +148,6 @@ def _file_in(content: bytes) -> str:
         return ""
     filename = fields.get("file") if isinstance(fields, dict) else None
     return filename if isinstance(filename, str) else ""
-
-
-def _name_of(filename: str) -> str:
-    return hashlib.sha256(os.fsencode(filename)).hexdigest()[:32] + _ENDING
 
 
 def _entry_of(filename: str) -> bytes:

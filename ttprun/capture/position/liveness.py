@@ -148,14 +148,15 @@ def _names_at(variables: Mapping[str, Any], operation: str, value: Any) -> froze
     if isinstance(value, CodeType):
         return _names_in(value)
     if operation in _OF_OBJECT:
-        return frozenset({value}) | _names_of(_method_of(type(variables.get("self")), value))
+        return frozenset({value}) | _names_of(
+            next(
+                (own[value] for own in map(dictionary_of_class, bases_of(type(variables.get("self")))) if value in own),
+                None,
+            )
+        )
     if operation in _BY_NAME:
         return _names_of(variables.get(value))
     return frozenset()
-
-
-def _method_of(kind: type, name: str) -> Any:
-    return next((own[name] for base in bases_of(kind) if name in (own := dictionary_of_class(base))), None)
 
 
 def _names_of(function: Any) -> frozenset[str]:

@@ -53,8 +53,8 @@ class Jumps:
 
     @cached_property
     def sites(self) -> frozenset[str]:
-        """The loops that it jumps into or skips."""
-        return sites_of(self._before)
+        """The loops that it jumps into or skips: all others it runs as a run does."""
+        return frozenset([*self._before.fields.has_steps, *(loop.site for loop in self._before.fields.active())])
 
     def enter(self, site: loops.Site, frame: FrameType) -> Any:
         """A loop begins: the token for `loop`, as loops.take_over asks for it."""
@@ -148,11 +148,6 @@ class Jumps:
             return False
         self._made_earlier[key] += 1
         return True
-
-
-def sites_of(record: Record) -> frozenset[str]:
-    """The loops that a replay up to this record jumps into or skips: all others it runs as a run does."""
-    return frozenset([*record.fields.has_steps, *(loop.site for loop in record.fields.active())])
 
 
 def _are_early(recorded: list[LoopRecord], frame: FrameType) -> bool:

@@ -212,7 +212,10 @@ class Merge(Outcome):
         ):
             return False
         plain = [name for name in last.__struct_fields__ if name not in shape]
-        nodes = [_without_positions(node) for node in (first, last, mine)]
+        nodes: list[Any] = [  # without the positions of a generator's loops, which have advanced
+            replace(node, place=node.place[:1]) if isinstance(node, SuspendedNode) else node
+            for node in (first, last, mine)
+        ]
         if any(getattr(nodes[0], name) != getattr(node, name) for name in plain for node in nodes[1:]):
             return False
         counts = [name for name, part in shape.items() if part in (*_IN_ORDER, Part.GROUPS)]
@@ -389,11 +392,6 @@ def _plain(node: Node) -> Any:
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _without_positions(node: Any) -> Any:
-    """A generator's node without the positions of its loops, which have advanced; any other node as it is."""
-    return replace(node, place=node.place[:1]) if isinstance(node, SuspendedNode) else node
 
 
 def _is_key(node: Node) -> bool:

@@ -105,7 +105,11 @@ def restore_iterator(restore: Restore, live: Any, node: IteratorNode, name: str)
     new_state = restore.value(MISSING if old_state is None else old_state, state, name)
     if any(part is MISSING for part in new) or new_state is MISSING:
         return restore.refuse(live, unlike(name, node.kind, live))
-    is_alike = len(old[1]) == len(new) and all(map(_is_alike, old[1], new))
+    is_alike = len(old[1]) == len(new) and all(
+        mine is theirs
+        or (type(mine) is type(theirs) and type(theirs) in (int, str, bytes, bool, float, range) and mine == theirs)
+        for mine, theirs in zip(old[1], new, strict=True)
+    )
     if type(live) is kind and is_alike and restore.claim(number, live):
         if new_state is not old_state and new_state != old_state:
             safe_reads.set_state_of_iterator(live, new_state)
@@ -127,10 +131,6 @@ def _at_its_end(restore: Restore, live: Any, kind: Any, number: int) -> Any:
     collections.deque(made, maxlen=0)
     restore.claim(number, made)
     return made
-
-
-def _is_alike(old: Any, new: Any) -> bool:
-    return old is new or (type(old) is type(new) and type(new) in (int, str, bytes, bool, float, range) and old == new)
 
 
 ITERATORS: tuple[Any, ...] = (*_EMPTY, _REVERSED, *_BUILT)
@@ -165,11 +165,6 @@ def _is_expression(value: types.GeneratorType[Any, Any, Any]) -> bool:
     return value.gi_code.co_name == "<genexpr>"
 
 
-def _can_be_made_anew(value: types.GeneratorType[Any, Any, Any]) -> bool:
-    """Whether it is an expression that its first iterable alone determines: with one loop, and no outer variables."""
-    return _is_expression(value) and value.gi_yieldfrom is None and _has_one_loop(value.gi_code)
-
-
 @functools.lru_cache(maxsize=256)
 def _has_one_loop(code: types.CodeType) -> bool:
     loops_in_it = sum(instruction.opname == "FOR_ITER" for instruction in dis.get_instructions(code))
@@ -199,7 +194,8 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
             inner = iterables.inside_library(variables.get(_FIRST))
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *(inner or ())))
     elif _hides_position(value):
-        if not _can_be_made_anew(value):
+        # An expression with one loop, and no outer variables, is determined by its first iterable alone.
+        if not (_is_expression(value) and value.gi_yieldfrom is None and _has_one_loop(value.gi_code)):
             return _hidden(value)
         return ExpressionNode(number, _where(value), snapshot.node(variables[_FIRST], depth + 1))
     for loop in active:

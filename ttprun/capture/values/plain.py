@@ -97,10 +97,6 @@ def _found(name: str) -> Any:
     return value
 
 
-def _timezone_of(offset: datetime.timedelta, name: str | None) -> datetime.timezone:
-    return datetime.timezone(offset) if name is None else datetime.timezone(offset, name)
-
-
 def _module_of(name: str) -> types.ModuleType:
     if name not in sys.modules:
         raise CannotRestoreError(f"module {name} is not in the replacement")
@@ -134,7 +130,10 @@ CODECS: dict[str, Codec] = {
     "int": (lambda v: (_int_text(v),), lambda text: int(text, 16)),
     "complex": (lambda v: (v.real, v.imag), complex),
     "made": (lambda v: (type(v).__name__, *v.__reduce_ex__(4)[1]), lambda kind, *parts: _MADE[kind](*parts)),
-    "timezone": (lambda v: (*v.__getinitargs__(), None)[:2], _timezone_of),
+    "timezone": (
+        lambda v: (*v.__getinitargs__(), None)[:2],
+        lambda offset, name: datetime.timezone(offset) if name is None else datetime.timezone(offset, name),
+    ),
     "zone": (lambda v: (v.key,), zoneinfo.ZoneInfo),
     "path": (lambda v: (name_of(type(v)), pathlib.PurePath.__str__(v)), _path_of),
     "enum": (_enum_parts, _enum_of),

@@ -111,8 +111,11 @@ def _launch(
 
 def _environment(checked: CheckTarget, copy: WorkingCopy) -> dict[str, str]:
     """The user's own; code that an editable installation takes from the folder itself is the user's too."""
-    settings = {name: value for name, value in os.environ.items() if _is_setting(name)}
-    clean = clean_environment() | settings
+    clean = clean_environment() | {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("PET_", "TTPRUN_")) and name not in ("TTPRUN_RUN_ID", "TTPRUN_RUN_DIR")
+    }
     paths = clean.pop("PYTHONPATH", "").split(os.pathsep)
     if any(paths):
         clean["PYTHONPATH"] = os.pathsep.join(map(copy.inside, filter(None, paths)))
@@ -125,11 +128,6 @@ def _environment(checked: CheckTarget, copy: WorkingCopy) -> dict[str, str]:
 def _with_plain_observer(environment: Mapping[str, str], variable: Mapping[str, str]) -> dict[str, str]:
     paths = [os.path.dirname(sitecustomize.__file__), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, **variable, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _is_setting(name: str) -> bool:
-    """Settings of torchrun and of ttprun that the user has made in the environment."""
-    return name.startswith(("PET_", "TTPRUN_")) and name not in ("TTPRUN_RUN_ID", "TTPRUN_RUN_DIR")
 
 
 class _Watch:

@@ -69,7 +69,7 @@ class RunAgain:
         random_before   of Python's generator; restored if the statement alone has drawn since
         """
         statement, module = RUN_AGAIN.get(name), sys.modules.get(name)
-        if statement is None or module is None or not _stands_in(module, statement):
+        if statement is None or module is None or f"{statement}\n" not in linecache.getlines(module.__file__ or ""):
             return
         after = random.getstate()
         if after != random_before:
@@ -96,11 +96,6 @@ def _line_of(name: str) -> str:
             return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         frame = frame.f_back
     return ""
-
-
-def _stands_in(module: Any, statement: str) -> bool:
-    """Whether a module's code has a line with this statement alone, outside of functions."""
-    return f"{statement}\n" in linecache.getlines(module.__file__ or "")
 
 
 def _target_of(statement: str) -> ast.expr:
