@@ -29,17 +29,18 @@ def arguments_of(layout: str, more: str = "") -> list[str]:
     return ["--layout", layout, "--with", more, "--steps", "14", "--width", "32"]
 
 
-@pytest.mark.parametrize("phase", ["backward"])
+@pytest.mark.parametrize(("every", "most"), [("auto", 8), ("3steps", 3)])
 def test_a_rank_whose_shards_nobody_else_has_sends_all_back_to_a_snapshot_and_the_weights_are_the_same(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, every: str, most: int
 ) -> None:
     arguments = arguments_of("fsdp2", "barrier,loss")
     reference = undisturbed(SCRIPT, 2, arguments, device=NPU)
 
-    fault, options = f"kill:rank=1,step=8,phase={phase}", ["--buddy", "off"]
+    fault, options = "kill:rank=1,step=8,phase=backward", ["--buddy", "off", "--snapshot-every", every]
     result = run_ttprun(SCRIPT, 2, script_args=arguments, faults=[fault], options=options, device=NPU)
 
     assert [(one["rung"], one["outcome"]) for one in result.incidents] == [("rewind", "recovered")], result.story()
+    assert 0 < result.incidents[0]["steps_lost"] <= most, result.story()
     assert (result.exit_code, result.final, result.hashes) == (0, reference.final, reference.hashes), result.story()
 
 
@@ -85,7 +86,7 @@ def test_a_standby_with_a_context_on_the_lost_ranks_device_takes_its_place_and_n
     start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """Twice: the second one has a context made after the first was taken."""
-    arguments, gate = arguments_of("ddp", "loss"), tmp_path / "gate"
+    arguments, gate = arguments_of("ddp", "loss,pool"), tmp_path / "gate"
     more, options = [*arguments, "--gate", str(gate)], ["--standby-context"]
     launch = start_ttprun(SCRIPT, 2, script_args=more, options=options, device=NPU)
     assert launch.run_dir is not None

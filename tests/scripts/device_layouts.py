@@ -12,12 +12,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--layout", choices=["ddp", "own", "fsdp1", "fsdp2", "hsdp"], default="ddp")
 parser.add_argument("--backend", default="", help="'': the device's own")
-parser.add_argument(
-    "--with",
-    dest="more",
-    default="",
-    help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise,times,peak,powersgd,...",
-)
+parser.add_argument("--with", dest="more", default="", help="barrier,loss,syncbn,fp16,noise,times,peak,pool,...")
 parser.add_argument("--steps", type=int, default=24)
 parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--blocks", type=int, default=2)
@@ -47,6 +42,8 @@ if torch.accelerator.is_available():
 backend = args.backend or {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[device.type]
 dist.init_process_group(backend, device_id=device if "device_id" in more else None)
 rank, world = dist.get_rank(), dist.get_world_size()
+if "pool" in more:  # memory that NCCL's user buffers use
+    dist.group.WORLD._get_backend(device).register_mem_pool(None)
 
 
 class Long(torch.autograd.Function):

@@ -16,11 +16,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work
 
 from ttprun.device import accelerator
 from ttprun.groups import thread_collectives, torch_calls
@@ -167,11 +167,14 @@ class ManagedGroup(SeenByTorch):
         return [torch.device(device_type) for device_type in self.backends] if self.is_made and not is_away else []
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The native backend that serves a device now; torch 2.15 asks for its capabilities."""
+        """The native backend that serves a device now; torch 2.15 asks for its capabilities.
+
+        In a replay there is none: memory that a script's set-up registers is not, which changes no result.
+        """
         link = self.links.of(device.type)
-        if link is None or not self.is_made:
-            return super()._get_backend(device)
-        return link.backend
+        if link is None and self.is_made and device.type in self.backends:
+            return SimpleNamespace(register_mem_pool=lambda *_, **__: None, deregister_mem_pool=lambda *_, **__: None)
+        return link.backend if link is not None and self.is_made else super()._get_backend(device)
 
     # Operations.
 
@@ -329,7 +332,7 @@ class ManagedGroup(SeenByTorch):
         name = self.backends.get(device_type)
         return self.session.framework is not None or (name is not None and device_type in TRANSPORTS[name].device_types)
 
-    def issue_unprotected(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
+    def issue_unprotected(self, op: str, args: tuple[Any, ...], device: torch.device) -> dist.Work:
         """Leave tensors on a device to gloo alone: its works and futures know the device's streams, ours do not."""
         self.session.give_up_protection(
             Reason(
@@ -339,7 +342,7 @@ class ManagedGroup(SeenByTorch):
         )
         if (connection := self.links.by_gloo) is not None:
             connection.serve(device.type)
-        work: Work = self.call(op, args)
+        work: dist.Work = self.call(op, args)
         return work
 
     def is_late(self, args: tuple[Any, ...]) -> bool:

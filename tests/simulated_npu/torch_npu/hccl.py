@@ -112,5 +112,6 @@ def reinit_process_group(group: Any = None, rebuild_link: bool = True) -> Any:
     return group
 
 
+_C.ProcessGroupHCCL.register_mem_pool = lambda *_: None  # as NCCL's has it
 dist.Backend.register_backend("hccl", _make, extended_api=True, devices=["npu"])
 dist.reinit_process_group = reinit_process_group
