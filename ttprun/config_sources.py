@@ -18,7 +18,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ttprun import mindio
 from ttprun.config import Config, LaunchValue
 from ttprun.errors import Complaints, ConfigError, all_of, one_line, suggestion
 
@@ -173,8 +172,10 @@ def resolve(files: Sequence[ConfigSource], environment: Mapping[str, str], optio
     wrong.raise_any()
     config = Config.model_validate(merged | {"launch": launch})
     if config.mindio:
-        limits = {key: limit for key, limit in mindio.limits(environment).items() if key not in merged}
-        config = config.model_copy(update=limits)
+        from ttprun import mindio
+
+        given = mindio.limits(environment).items()
+        config = config.model_copy(update={key: limit for key, limit in given if key not in merged})
     if config.faults and not config.allow_faults:
         raise ConfigError(f"fault '{config.faults[0]}' is not allowed in this run", "add --allow-faults")
     return config
@@ -194,8 +195,10 @@ def origins(
         launch |= dict.fromkeys(_check(source).launch, source.name)
     for key in ("launch", *(["run_id"] if config.run_id is None else ())):
         keys.pop(key, None)
-    for key in mindio.limits(environment) if config.mindio else ():
-        keys.setdefault(key, mindio.ACTION_LIMIT)
+    if config.mindio:
+        from ttprun import mindio
+
+        keys = dict.fromkeys(mindio.limits(environment), mindio.ACTION_LIMIT) | keys
     return Origins(keys, launch)
 
 

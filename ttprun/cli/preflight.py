@@ -30,7 +30,6 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-from ttprun import mindio
 from ttprun.chaos.injected_faults import parse_fault
 from ttprun.cli.command_line import SCRIPT, RunParser, for_another_interpreter
 from ttprun.cli.main import COMMANDS
@@ -81,6 +80,8 @@ def check_host(torchrun: Namespace, config: Config) -> None:
     check_script(torchrun)
     check_files(determine_local_world_size(torchrun.nproc_per_node))
     if config.mindio:
+        from ttprun import mindio
+
         mindio.check_that_none_is_there()
     refuse(misfits(torchrun, config))
     port = hosted_port(torchrun)

@@ -313,8 +313,14 @@ def print_status(view: RunView, as_json: bool, proofs: bool = False) -> None:
 
 
 def _gist(shown: RunStatus) -> tuple[object, ...]:
-    pids = tuple(rank.pid for rank in shown.ranks)
-    return shown.state, shown.generation, shown.incidents, shown.protection, shown.away, pids
+    return (
+        shown.state,
+        shown.generation,
+        shown.incidents,
+        shown.protection,
+        shown.away,
+        *(rank.pid for rank in shown.ranks),
+    )
 
 
 # `ttprun topology`: which ranks hold the same, and what the loss of each would cost.

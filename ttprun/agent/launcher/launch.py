@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname as matches_machine_hostname
 
-from ttprun import __version__, mindio, torch_versions
+from ttprun import __version__, torch_versions
 from ttprun.agent.between.latecomers import JobFinder, MovedStore
 from ttprun.agent.between.rendezvous import address_for_ranks, own_address
 from ttprun.agent.launcher.elastic_agent import JobFoundError, Meeting, ReplacingAgent
@@ -114,6 +114,8 @@ def launch(
     is started, if there is something wrong with the checkpoints.
     """
     if config.mindio:
+        from ttprun import mindio
+
         config = config.for_frameworks()
         os.environ.update(mindio.put_on_path(dict(os.environ)))
     console.use(config.log_format, config.run_id or "")

@@ -22,7 +22,6 @@ from ttprun.agent.base.stored_states import Stored, open_checkpoint, rank_file
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError, records_up_to, why_not_replayable
 from ttprun.capture.values.gaps import refusals
 from ttprun.config import Config
-from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError, counted, in_short
 from ttprun.observe.console import ProgressLog
 from ttprun.observe.events import timestamp
@@ -202,6 +201,8 @@ class Resumption:
                 f"{in_short(replicas_of(stored).all_names)}, and only the script knows how to divide them",
                 f"start {counted(manifest.world_size, 'rank')}, or give --resume off to start anew",
             )
+        from ttprun.elastic_resume.acceptance import adapted
+
         if is_adapted:
             what_differs = "is adapted to the script's hyperparameters (--resume-hyperparameters script)"
         elif manifest.world_size == self._world_size:

@@ -18,7 +18,6 @@ from ttprun.capture.position import made_inside
 from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.recorder import Recorder
 from ttprun.chaos import step_digests, strikes
-from ttprun.elastic_resume.adapted import Adapted, log_of
 from ttprun.groups import script_calls
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
@@ -91,14 +90,16 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     effects = Effects(session[Recorder])
     adapt = order.adapt if isinstance(order, to_rank.Replay) else None
     is_replay = isinstance(order, to_rank.Replay) and adapt is None
-    effects.begin(is_replay, None if adapt is None else log_of(adapt, session.rank))
+    if adapt is not None:
+        from ttprun.elastic_resume import adapted
+    effects.begin(is_replay, None if adapt is None else adapted.log_of(adapt, session.rank))
     match order:
         case to_rank.Replay(adapt=None):
             session.stand_in(replay := _replay_of(session, order))
             replay.begin()
         case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
-            session.stand_in(adapted := Adapted(session, boundary, adapt))
-            adapted.begin()
+            session.stand_in(position := adapted.Adapted(session, boundary, adapt))
+            position.begin()
         case to_rank.Resume(boundary=boundary):
             effects.resume_at(boundary)
             recovery_orders.expect(session, order)
