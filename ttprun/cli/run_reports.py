@@ -288,10 +288,9 @@ def watch_on_terminal(view: RunView, proofs: bool) -> None:
 
 def speeds(view: RunView) -> list[float]:
     """Steps per second between the moments that the history of this launch knows, after the first step."""
-    points = [point for point in view.history if point.step]
     return [
         max(0, after.step - before.step) / (after.unix_s - before.unix_s)
-        for before, after in pairwise(points)
+        for before, after in pairwise(point for point in view.history if point.step)
         if after.unix_s > before.unix_s
     ]
 
@@ -371,8 +370,11 @@ def topology(
 
 
 def _loss_in_words(rank: RankTopology) -> str:
-    given = "" if rank.source in (None, rank.rank) else f", from rank {rank.source}"
-    return f"rank {rank.rank}: {_LOSSES[rank.loss]}{given}{f' ({rank.why})' if rank.why else ''}"
+    return (
+        f"rank {rank.rank}: {_LOSSES[rank.loss]}"
+        + ("" if rank.source in (None, rank.rank) else f", from rank {rank.source}")
+        + (f" ({rank.why})" if rank.why else "")
+    )
 
 
 def _show_topology(shown: Topology) -> None:
