@@ -53,32 +53,6 @@ def step_in_a_graph(rank: int) -> str:
     return unprotected()
 
 
-def backward_in_a_graph(rank: int) -> str:
-    accelerator.in_use = lambda: ("cuda", SimpleNamespace(is_current_stream_capturing=lambda: True))
-    accelerator.random_states = lambda: None
-    torch.zeros(2, requires_grad=True).sum().backward()
-    return unprotected()
-
-
-def graph_of_cuda(rank: int) -> str:
-    """Without CUDA the capture itself fails: it is too early for that to matter."""
-    with contextlib.suppress(Exception):
-        torch.cuda.graphs.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
-    return unprotected()
-
-
-def test_a_backward_pass_that_is_captured_in_a_graph_is_not_repaired() -> None:
-    found = run_world(backward_in_a_graph)
-
-    assert found == ["the script captures its backward pass in a graph of the device, which cannot be replayed"] * 2
-
-
-def test_a_script_that_captures_graphs_of_cuda_is_not_repaired_from_the_first_capture_on() -> None:
-    found = run_world(graph_of_cuda)
-
-    assert found == [script_calls.REASON.text] * 2
-
-
 def test_a_step_that_is_captured_in_a_graph_is_not_repaired() -> None:
     found = run_world(step_in_a_graph)
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from tests.device.fake_npu import FakeNpu, Queue
 from tests.options import OPTIONS
 from tests.rank.fakes import become, make_session
+from tests.rank.test_strikes import Line
 from ttprun.device.device_errors import DeviceErrors, DeviceFault, UpdateTimes, diagnosis_of, now_us
 from ttprun.device.interface import DeviceFailedError
 from ttprun.introspect.current_rank import ScriptGroups, current
@@ -50,29 +51,19 @@ def test_what_the_device_says_comes_before_what_the_user_says(
 # What the device is asked, before a rank is kept.
 
 
-class Notes:
-    """A line to the agent without a socket: keeps what is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-
 class FakePresence:
     """As much of a Presence as is asked before the script's run is left."""
 
     def __init__(self, options: Options) -> None:
         self.welcome = SimpleNamespace(options=options, is_replacement=False)
-        self.channel = Notes()
+        self.channel = Line()
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNpu]:
     fake = FakeNpu()
     fake.install(monkeypatch)
-    line: Any = Notes()
+    line: Any = Line()
     session = make_session(channel=line, made=ScriptGroups(living={"": object()}))
     session.options = replace(OPTIONS, retry_on=["out of memory"])
     become(session)
@@ -137,7 +128,7 @@ def test_memory_that_failed_with_an_ecc_error_before_the_newest_step_costs_the_p
 def test_the_newest_step_of_an_optimizer_is_noted_for_errors_that_name_their_time() -> None:
     times = iter((5, 6, 7, 8))
     updates = UpdateTimes(lambda: next(times))
-    line: Any = Notes()
+    line: Any = Line()
     session = make_session(channel=line, unprotected=Reason(text="nothing else is looked at"), updates=updates)
     become(session)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)

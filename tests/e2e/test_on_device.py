@@ -21,6 +21,8 @@ NPU = "npu"
     [
         ([], "kill:rank=1,step=12,phase=backward"),
         (["--by-hand", "--backend", "cpu:gloo,npu:hccl", "--with", "groups"], "kill:rank=1,step=12,phase=collective"),
+        (["--with", "graphs,batchnorm"], "kill:rank=1,step=12,phase=backward"),
+        (["--by-hand", "--with", "whole,batchnorm"], "kill:rank=1,step=12,phase=collective"),
     ],
 )
 def test_a_rank_with_tensors_on_a_device_is_replaced_and_nothing_differs(

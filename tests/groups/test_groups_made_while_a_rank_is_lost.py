@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.device.test_gpus import unprotected
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.groups import connection
 from ttprun.introspect.current_rank import current
@@ -50,12 +51,6 @@ def is_first_life() -> bool:
     session = current()
     assert session is not None
     return session.generation == 1
-
-
-def protection() -> str:
-    session = current()
-    assert session is not None
-    return session.unprotected.text
 
 
 def hold_at(moment: str) -> None:
@@ -110,7 +105,7 @@ def make_world(rank: int, moment: str) -> list[Any]:
     elif is_first_life():
         be_lost_before(moment)
     begin(rank)
-    return [summed(rank), protection()]
+    return [summed(rank), unprotected()]
 
 
 def make_another(rank: int, moment: str) -> list[Any]:
@@ -122,7 +117,7 @@ def make_another(rank: int, moment: str) -> list[Any]:
     elif is_first_life():
         be_lost_before(moment)
     group = dist.new_group([0, 1])
-    return [before, summed(rank, group), summed(rank), protection()]
+    return [before, summed(rank, group), summed(rank), unprotected()]
 
 
 def replace_with(agent: FakeAgent, rank: int, survivor: int = 0) -> None:
@@ -182,7 +177,7 @@ def use_two_groups(rank: int) -> list[Any]:
         say("waiting")
     elif is_first_life():
         be_lost()
-    return [*found, summed(rank, group), protection()]
+    return [*found, summed(rank, group), unprotected()]
 
 
 def lose_behind_two_groups(agent: FakeAgent) -> None:
@@ -208,7 +203,7 @@ def be_ahead(rank: int) -> list[Any]:
     if rank == 0:
         hold_at(WHILE_IT_WAITS)
     group = dist.new_group([0, 1, 2])
-    return [[part[0].item() for part in parts or ()], summed(rank, group), protection()]
+    return [[part[0].item() for part in parts or ()], summed(rank, group), unprotected()]
 
 
 def lose_the_one_behind(agent: FakeAgent) -> None:

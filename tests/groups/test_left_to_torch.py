@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,10 @@ from tests.rank.worlds import run_world
 from ttprun.device import accelerator
 from ttprun.groups import device_link, script_calls
 from ttprun.introspect.current_rank import current
+from ttprun.protocol.reason import Reason
 
 
-def reduce_in_a_group_of(backend: str) -> str:
+def reduce_in_a_group_of(rank: int, backend: str) -> str:
     from torch.testing._internal.distributed import fake_pg
 
     dist.Backend.register_backend("another", fake_pg._create_fake_pg, extended_api=True, devices=["cpu"])
@@ -28,22 +30,14 @@ def reduce_in_a_group_of(backend: str) -> str:
     return unprotected()
 
 
-def reduce_in_a_group_of_another_backend(rank: int) -> str:
-    return reduce_in_a_group_of("another")
-
-
-def reduce_in_a_group_that_communicates_nothing(rank: int) -> str:
-    return reduce_in_a_group_of("fake")
-
-
 def test_a_group_of_another_backend_than_gloo_is_not_repaired() -> None:
-    found = run_world(reduce_in_a_group_of_another_backend)
+    found = run_world(reduce_in_a_group_of, "another")
 
     assert found == ["backend 'another' of cpu is not repaired, only gloo, nccl, hccl (of a group)"] * 2
 
 
 def test_a_group_that_communicates_nothing_costs_no_protection() -> None:
-    found = run_world(reduce_in_a_group_that_communicates_nothing)
+    found = run_world(reduce_in_a_group_of, "fake")
 
     assert found == ["", ""]
 
@@ -159,18 +153,25 @@ def test_whatever_a_devices_module_lacks_its_backend_is_left_to_torch(
     assert why_not.text == f"torch.npu has no {name}, without which nothing on such a device is repaired"
 
 
-def capture_on_an_npu(rank: int, path: str) -> str:
-    """What is reported once the capture has begun."""
+def capture_on_an_npu(rank: int, place: str, path: str) -> list[str]:
+    """What is reported in graphs: of the set-up, with a collective, after a step."""
     sys.path.insert(0, path)
     from torch_npu import npu
 
-    graph = npu.NPUGraph()
-    graph.capture_begin()
-    graph.capture_end()
-    return unprotected()
+    dist.init_process_group("hccl", init_method=f"file://{place}", rank=rank, world_size=2)
+    dist.barrier()
+    said, session, x = [], current(), torch.ones(2, device="npu")
+    assert session is not None
+    for applied, work in ((0, x.zero_), (0, lambda: dist.all_reduce(x)), (1, x.zero_)):
+        session.unprotected, session.applied = Reason(), applied
+        with npu.graph(npu.NPUGraph()):
+            work()
+        said.append(unprotected())
+    return said
 
 
-def test_a_graph_of_an_npu_ends_protection_before_it_is_captured() -> None:
-    found = run_world(capture_on_an_npu, simulated_npu.on_path())
+def test_a_graph_of_an_npu_ends_protection_after_the_first_step_or_with_a_collective_in_it(tmp_path: Path) -> None:
+    found = run_world(capture_on_an_npu, f"{tmp_path}/store", simulated_npu.on_path(), is_begun=False)
 
-    assert found == [script_calls.REASON.text] * 2
+    collective = "the script captures allreduce in a graph of the device, which cannot be repeated"
+    assert found == [["", collective, script_calls.REASON.text]] * 2

@@ -19,6 +19,8 @@ NEEDED = (  # of a device's module; a backend for a device that lacks any of it 
 
 _LOOK_AGAIN_S = 50e-6  # at a copy of a few MiB, which takes some 300 us
 
+has_graphs = False  # one was captured here: what they write when they run is counted nowhere
+
 _own_streams: dict[int, Any] = {}  # by the number of a device; one process has one
 
 

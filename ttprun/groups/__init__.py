@@ -90,7 +90,7 @@ PATCHES: tuple[Patch, ...] = (
             module,
             f"{graph}.capture_begin",
             "groups.script_calls:wrap_capture_begin",
-            "to know that the script captures its work in graphs: no rank is replaced from then on",
+            "to know of graphs, which run without Python: after the first step no rank is replaced from then on",
             where,
         )
         for module, graph, where in _CAPTURING

@@ -311,15 +311,16 @@ def wrap_destroy_process_group(original: Any) -> Any:
 
 # Graphs of a device: `torch.cuda.graph`, `make_graphed_callables`, `torch.compile(mode="reduce-overhead")`.
 #
-# A graph runs what was captured once, without the Python code: none of our hooks is called, and its random numbers
-# are drawn from a place of its own. And while work is being captured, nothing may be copied to the CPU, as our hooks
-# do: the capture would fail. So protection ends before the first capture begins; and nobody looks at an event of the
-# device any more, since that would make a capture fail as well.
+# A graph runs what was captured once, without the Python code, at the addresses of then. Its random numbers come from
+# the device's generator, so a record has them. One that the set-up captures is captured by a replacement, too, whose
+# tensors keep their addresses. But none of our hooks is called when it runs: nothing in it may be a collective or a
+# step, and version counters say nothing of what it has written (`accelerator.has_graphs`). While work is captured,
+# nothing may be copied to the CPU, nor an event of the device be looked at: the capture would fail.
 
 REASON = Reason(
     "device-graph",
     "the script captures its work in graphs of the device (torch.cuda.graph, make_graphed_callables, or torch.compile "
-    'with mode="reduce-overhead" or "max-autotune"), which cannot be replayed: without them it is repaired',
+    'with mode="reduce-overhead" or "max-autotune") after its first step, so a replacement would not have them',
 )
 
 _LIMIT_S = 5.0  # for operations that were issued before the capture
@@ -331,7 +332,16 @@ def wrap_capture_begin(original: Any) -> Any:
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = current()
         if session is not None:
-            session.give_up_protection(REASON)
+            of = weakref.ref(self)
+            if session.applied or threading.current_thread() is not threading.main_thread():
+                session.give_up_protection(REASON)
+            session.observers.made(
+                "a graph of the device was captured",
+                "capture it before the loop",
+                lambda: of() is not None,
+                fail_open.caller(),
+            )
+            accelerator.has_graphs = True
             device_link.stop_looking(_LIMIT_S)
         return original(self, *args, **kwargs)
 

@@ -133,8 +133,8 @@ REASONS = (
     ),
     _not_protected(
         "device-graph",
-        "What a graph of the device holds runs without Python, so no step of it can be followed.",
-        "leave the capture out (torch.cuda.graph, make_graphed_callables, torch.compile's reduce-overhead)",
+        "What a graph of the device holds runs without Python, and a replacement has only graphs of the set-up.",
+        "capture before the training, without collectives and step() in it; no torch.compile with reduce-overhead",
         _LIMITS,
     ),
     _not_protected(

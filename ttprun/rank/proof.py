@@ -441,15 +441,7 @@ def wrap_backward(original: Any) -> Any:
         if unseen is not None and unseen.text and session is not None and session.rank == 0:
             cure = "as long as there is none, nothing of this run is saved, not even at a signal"
             session.channel.send(from_rank.Note(f"{unseen}: {cure}{unseen.pointer}"))
-        if session is None or threading.current_thread() is not threading.main_thread():
-            return original(tensors, *args, **kwargs)
-        if is_capturing:
-            session.give_up_protection(
-                Reason(
-                    "device-graph",
-                    "the script captures its backward pass in a graph of the device, which cannot be replayed",
-                )
-            )
+        if is_capturing or session is None or threading.current_thread() is not threading.main_thread():
             return original(tensors, *args, **kwargs)
         note(session, LOSS, "", tensors if isinstance(tensors, list | tuple) else [tensors])
         if host_copies.waiting:

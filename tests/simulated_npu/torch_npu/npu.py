@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -167,6 +168,8 @@ def stream(of: torch.Stream | None) -> Iterator[None]:
 class NPUGraph:
     """A captured graph."""
 
+    __module__ = "torch_npu.npu.graphs"
+
     def capture_begin(self, *args: Any, **named: Any) -> None:
         """Of all streams of this process."""
         _C.begin_capture()
@@ -181,14 +184,24 @@ class NPUGraph:
 
 
 @contextmanager
-def graph(npu_graph: NPUGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+def graph(npu_graph: NPUGraph, pool: Any = None, **_: Any) -> Iterator[None]:
     """Capture what is in the block."""
     synchronize()
-    npu_graph.capture_begin()
-    try:
-        yield
-    finally:
-        npu_graph.capture_end()
+    empty_cache()
+    with stream(Stream()):
+        npu_graph.capture_begin()
+        try:
+            yield
+        finally:
+            npu_graph.capture_end()
+
+
+def make_graphed_callables(*args: Any) -> Any:
+    """torch's own function for CUDA, with this device in its place: torch_npu has a copy of it."""
+    over_this = SimpleNamespace(**vars(torch) | {"cuda": SimpleNamespace(**globals(), CUDAGraph=NPUGraph)})
+    names = vars(torch.cuda.graphs) | {"torch": over_this, "graph_pool_handle": object}
+    of_torch = torch.cuda.make_graphed_callables
+    return FunctionType(of_torch.__code__, names, None, of_torch.__defaults__)(*args)
 
 
 def is_current_stream_capturing() -> bool:

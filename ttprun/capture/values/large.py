@@ -2,10 +2,10 @@
 
 A large tensor is hashed when it is first met (above TENSOR_BYTES only blocks spread over it, since batches are new at
 each step). The hash is valid as long as it is the same tensor, at the same address, with the same version counter. An
-array has no version counter: it is hashed at each boundary. One that has changed since the previous boundary is not
-data that a replay would load again: it is copied into the record. `first` of a changed one is the number of the first
-one that begins at the same address. A dtype of numpy begins with its byte order or a bracket, one of torch with a
-letter.
+array has no version counter: it is hashed at each boundary, and so is a tensor that a graph of its device may write.
+One that has changed since the previous boundary is not data that a replay would load again: it is copied into the
+record. `first` of a changed one is the number of the first one that begins at the same address. A dtype of numpy begins
+with its byte order or a bracket, one of torch with a letter.
 
 Writes through `.data` or `.numpy()` are not counted, and a large array cannot be hashed at each step. So what has been
 the same at some boundaries is looked at in turns: at each boundary TURN_BYTES of all such memory are hashed, and
@@ -31,6 +31,7 @@ from ttprun.capture.values.changes import Clock
 from ttprun.capture.values.plain import dtype_of, dtype_text
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.device import accelerator
 from ttprun.introspect.safe_reads import is_a
 from ttprun.introspect.tensor_bytes import bytes_of, plain
 
@@ -200,7 +201,8 @@ def follow(value: Any) -> tuple[bytes, bool]:
     if entry is None or not is_known:
         entry = _keep(value)
     entry.asked = Clock.boundary
-    if is_known and entry.is_as_it_was(at, size, version):
+    is_as_it_was = is_known and entry.is_as_it_was(at, size, version)
+    if is_as_it_was and not (accelerator.has_graphs and is_tensor and not value.is_cpu):
         if _has_turns(value, is_tensor):
             entry.note_same(value)
         if entry.version != _UNKNOWN:
@@ -209,7 +211,7 @@ def follow(value: Any) -> tuple[bytes, bool]:
         entry.probe = _probe(value)
     digest = fingerprint_of_all(value)
     # Only blocks of a larger one were hashed, and something was written to it.
-    has_changed = digest != entry.digest or (is_tensor and size > TENSOR_BYTES)
+    has_changed = digest != entry.digest or (is_tensor and size > TENSOR_BYTES and not is_as_it_was)
     entry.version, entry.digest, entry.values = version, digest, entry.read_probe()
     if is_known:
         entry.note_change(has_changed)
@@ -428,6 +430,8 @@ def restore_changed_data(restore: Restore, live: Any, node: ChangedDataNode, nam
         else:
             live[...] = recorded
         made = live
+    elif is_tensor and accelerator.has_graphs and is_alike and not live.is_cpu:
+        return restore.refuse(live, f"{name} lies elsewhere here, and a graph of the device may use it")
     else:
         made = recorded if is_tensor else recorded.copy()
         restore.claim(number, made)

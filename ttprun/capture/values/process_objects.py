@@ -84,7 +84,7 @@ FIXED = {
         torch._subclasses torch.autograd torch.backends torch.cuda torch.cpu torch.npu torch.xpu torch.mps
         torch.accelerator torch.distributed torch.fx torch.futures torch.hub torch.jit torch.library
         torch.multiprocessing torch.onnx torch.ops torch.overrides torch.package torch.random
-        torch.utils torch.amp torch.export""",
+        torch.utils torch.amp torch.export torch_npu.npu.graphs""",
     "is ttprun's own": "ttprun",
 }
 # ... except these, which have state: communication hooks with error feedback, averagers that count steps.

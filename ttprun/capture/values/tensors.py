@@ -46,6 +46,7 @@ from ttprun.capture.values.large import (
 )
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.device import accelerator
 from ttprun.introspect.model_tensors import is_distributed, local_of, waited_for
 from ttprun.introspect.safe_reads import dictionary_of, is_a
 from ttprun.introspect.tensor_bytes import plain
@@ -275,6 +276,13 @@ def _restored(restore: Restore, live: Any, node: TensorNode, name: str) -> Any:
     number, dtype, shape, layout, flags = node.number, node.dtype, node.shape, node.layout, node.flags
     device = node.device
     raw: Any = restore.blob(node.contents[0]) if isinstance(node.contents, list) else node.contents
+    if device and accelerator.has_graphs and _is_of_kind(live, node):
+        # A graph that the set-up has captured may read and write it where it lies, and it only has this one.
+        place: Any = node.place
+        if not (_lies_there(restore, live, number - place[1], place[0]) and restore.claim(number, live)):
+            return restore.refuse(live, f"{name} lies elsewhere here, and a graph of the device may use it")
+        live.data.copy_(tensor_of(dtype, shape, raw))
+        return _flagged(live, flags & ~_COMPUTED, name)
     if flags & _COMPUTED and _is_kept_on_the_way(restore, live, node) and restore.claim(number, live):
         restore.hold(number, live.untyped_storage())
         live.data.copy_(tensor_of(dtype, shape, raw))  # its version, on which the graph depends, stays
@@ -308,6 +316,15 @@ def _restored(restore: Restore, live: Any, node: TensorNode, name: str) -> Any:
     made = _flagged(made, flags, name)
     restore.claim(number, made)
     return made
+
+
+def _is_of_kind(live: Any, node: TensorNode) -> bool:
+    """Whether a live value may be what is recorded: a tensor of its form, with a history or without."""
+    return (
+        type(live) in (torch.Tensor, torch.nn.Parameter)
+        and (live.grad_fn is not None) == bool(node.flags & _COMPUTED)
+        and _is_like(live.detach(), node.dtype, node.shape, node.device)
+    )
 
 
 def _is_kept_on_the_way(restore: Restore, live: Any, node: TensorNode) -> bool:

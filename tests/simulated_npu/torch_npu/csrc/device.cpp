@@ -82,16 +82,18 @@ namespace {
 std::mutex g_capture_mutex;
 std::shared_ptr<Graph> g_capture;
 std::atomic<bool> g_is_capturing{false};
-
-void capture(Queue& queue, Task task) {
-  std::lock_guard<std::mutex> lock(g_capture_mutex);
-  g_capture->emplace_back(&queue, std::move(task));
-}
+std::atomic<c10::StreamId> g_pool{0};  // of the newest graph: in the place of a stream, below all of them
 }  // namespace
+
+void capture(std::function<Task()> make) {
+  std::lock_guard<std::mutex> lock(g_capture_mutex);
+  g_capture->push_back(std::move(make));
+}
 
 void begin_capture() {
   std::lock_guard<std::mutex> lock(g_capture_mutex);
   g_capture = std::make_shared<Graph>();
+  --g_pool;
   g_is_capturing = true;
 }
 
@@ -102,7 +104,8 @@ std::shared_ptr<Graph> end_capture() {
 }
 
 void replay(const Graph& graph) {
-  for (const auto& [queue, task] : graph) queue->push(task);
+  auto& queue = queue_of(current_stream(current_device()));
+  for (const auto& make : graph) queue.push(make());
 }
 
 bool is_capturing() { return g_is_capturing; }
@@ -128,7 +131,7 @@ bool Mark::wait_for(milliseconds limit) {
 // Queues.
 
 void Queue::push(Task task) {
-  if (is_capturing()) return capture(*this, std::move(task));
+  if (is_capturing()) return capture([task = std::move(task)] { return task; });
   std::lock_guard<std::mutex> lock(mutex);
   if (!has_thread) {
     has_thread = true;
@@ -383,6 +386,7 @@ size_t of_others(int index) {
 }  // namespace
 
 Held Device::allocate(size_t size, c10::StreamId stream) {
+  if (is_capturing()) stream = g_pool;
   const size_t whole = (size + 511) / 512 * 512;
   char* ptr = nullptr;
   put_away_unused();
@@ -468,6 +472,10 @@ void Device::empty_cache() {
   {
     std::lock_guard<std::mutex> lock(mutex);
     unused.swap(cached);
+    for (auto at = unused.begin(); at != unused.end();) {  // a graph's is not given back
+      if (at->first >= 0) ++at;
+      else cached.insert(unused.extract(at++));
+    }
   }
   synchronize();  // what was asked of that memory before, and its garbage
   std::lock_guard<std::mutex> lock(mutex);

@@ -188,9 +188,12 @@ void synchronize(const MarkPtr& mark, int device);
 // as a real driver is asked all the same.
 int64_t drains();
 // While a graph is captured, what the streams are given is kept for `replay`, and the host may not ask for results.
-using Graph = std::vector<std::pair<Queue*, Task>>;
+// Memory that is asked for meanwhile is the graph's alone for ever, and each element makes a task anew.
+using Graph = std::vector<std::function<Task()>>;
 void begin_capture();
 std::shared_ptr<Graph> end_capture();
+void capture(std::function<Task()> make);
+// All of it runs on this thread's stream.
 void replay(const Graph& graph);
 bool is_capturing();
 // Raises while a graph is captured.

@@ -81,7 +81,8 @@ struct PinnedAllocator final : c10::Allocator {
 };
 PinnedAllocator g_pinned_allocator;
 
-// Generators. The state is the host's: each random operator draws one number from it, which seeds that operator.
+// Generators. The state is the host's: each random operator draws one number from it, which seeds that operator; one in a
+// graph draws at each replay.
 
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(c10::DeviceIndex index)
@@ -97,7 +98,14 @@ struct Generator final : c10::GeneratorImpl {
   at::Generator draw() {
     std::lock_guard<std::mutex> lock(mutex_);
     auto* from = static_cast<at::CPUGeneratorImpl*>(host.unsafeGetGeneratorImpl());
-    return at::detail::createCPUGenerator(from->random64());
+    if (!is_capturing()) return at::detail::createCPUGenerator(from->random64());
+    auto made = at::detail::createCPUGenerator();
+    capture([from, made] {
+      Task task;
+      task.run = [made, seed = from->random64()]() mutable { made.set_current_seed(seed); };
+      return task;
+    });
+    return made;
   }
   at::Generator host;
 
