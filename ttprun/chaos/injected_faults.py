@@ -398,8 +398,7 @@ def strikes(order: Fault, world_size: int, running_step: int) -> Iterator[Planne
 def _after_s(order: Fault, every_s: float | None, number: int) -> float | None:
     if every_s is None:
         return order.after if number == 0 else None
-    first = order.after if order.after is not None else every_s
-    return first + number * every_s
+    return (order.after if order.after is not None else every_s) + number * every_s
 
 
 def _fits(kind: str, phase: str) -> bool:

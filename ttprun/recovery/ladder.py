@@ -115,8 +115,7 @@ def take_lower_rung(
         job = open_incident(job, at_s, "checkpoint", "all waited for a checkpoint", detect_s=0.0)
     job = job if is_replayable or job.is_resumed else replace(job, is_contradicted=True)
     if job.count("without node"):  # they cannot have processes
-        job = replace(job, back_to=None)
-        return leave_group(job, at_s, why, is_trusted)
+        return leave_group(replace(job, back_to=None), at_s, why, is_trusted)
     if job.back_to is not None:
         return leave_way_back(job, at_s, why, is_refusal)
     return go_to_stored(job, at_s, why, is_trusted)

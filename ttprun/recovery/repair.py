@@ -313,8 +313,7 @@ def end_loading(job: Job, at_s: float, boundary: int) -> Result:
             return take_lower_rung(
                 job, at_s, Reason("other-weights", f"the ranks hold different states after loading: {loaded}")
             )
-    job = job.with_incident(transfer_s=at_s - job.phase_since_s)
-    return begin_resuming(job, at_s, boundary)
+    return begin_resuming(job.with_incident(transfer_s=at_s - job.phase_since_s), at_s, boundary)
 
 
 def begin_resuming(job: Job, at_s: float, boundary: int, extra_s: float = 0.0) -> Result:

@@ -57,8 +57,7 @@ def best_interval_s(cost_s: float, run_s: float, failures: int) -> float:
     failures   how many it has had in that time
     """
     between_failures_s = (run_s + _FIRST_GUESS_S) / (failures + 1)
-    best_s = math.sqrt(2 * cost_s * between_failures_s) - cost_s
-    return min(max(best_s, SHORTEST_S), LONGEST_S)
+    return min(max(math.sqrt(2 * cost_s * between_failures_s) - cost_s, SHORTEST_S), LONGEST_S)
 
 
 # A limit for memory: so many bytes, or a share of what is free.

@@ -281,7 +281,11 @@ def build(feed: Feed, token: str | None, is_for_probes: bool = False) -> ASGIApp
         wanted = next((past for past in feed.view.status.incidents if past.id == number), None) if feed.view else None
         if feed.view is None or wanted is None:
             return _not_there(f"there is no incident {number}")
-        events = [line.event for line in feed.view.lines if _belongs(line.event, number)]
+        events = [
+            event
+            for event in (line.event for line in feed.view.lines)
+            if event.get("incident") == number or (event["event"] == "incident" and event.get("id") == number)
+        ]
         return JSONResponse(asdict(wanted) | {"events": events})
 
     async def events(request: Request) -> Response:
@@ -351,10 +355,6 @@ async def stream(feed: Feed, after: int) -> AsyncIterator[str]:
 
 def _message(kind: str, data: str, number: int | None = None) -> str:
     return f"event: {kind}\n" + (f"id: {number}\n" if number is not None else "") + f"data: {data}\n\n"
-
-
-def _belongs(event: dict[str, object], number: int) -> bool:
-    return event.get("incident") == number or (event["event"] == "incident" and event.get("id") == number)
 
 
 def _is_stale(status: RunStatus) -> bool:

@@ -184,8 +184,7 @@ class Resumption:
         is_same = manifest.world_size == self._world_size and stored.arguments == self._words
         is_adapted = is_same and not is_new and self._config.resume_hyperparameters == "script"
         if is_same and not is_adapted:
-            without = check_records(stored, self._world_size, self._config)
-            return replace(stored, without=without)
+            return replace(stored, without=check_records(stored, self._world_size, self._config))
         if script_of(stored.arguments) != script_of(self._words):
             raise ConfigError(
                 f"checkpoint '{checkpoint.path}' is of '{shlex.join(stored.arguments)}', "

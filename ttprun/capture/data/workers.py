@@ -193,8 +193,7 @@ def fingerprints(batch: Any) -> list[bytes]:
         return hashes
     if is_a(batch, torch.Tensor) and batch.layout is torch.strided:
         return [fingerprint(batch)]
-    node = Snapshot({}, is_separate=True).node(batch, 0)
-    return [digest_of(memoryview(pack(_in_order(node))))]
+    return [digest_of(memoryview(pack(_in_order(Snapshot({}, is_separate=True).node(batch, 0)))))]
 
 
 def note_batch(session: Rank, loader: str, batch: Any) -> None:

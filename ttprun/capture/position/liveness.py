@@ -80,8 +80,7 @@ def _dead_after(code: CodeType, offset: int) -> frozenset[str]:
         if now != live[at]:
             live[at] = now
             pending |= leading[at]
-    after = set[str]().union(*(live[then] for then in flow.following[offset]))
-    return frozenset(own - after)
+    return frozenset(own - set[str]().union(*(live[then] for then in flow.following[offset])))
 
 
 def _reads_by_name(steps: Sequence[dis.Instruction]) -> bool:
@@ -103,8 +102,7 @@ def _uses(step: dis.Instruction) -> tuple[set[str], set[str]]:
     kinds = [word for word in step.opname.split("_") if word in ("LOAD", "STORE", "DELETE")]
     if step.opname.startswith("STORE_FAST_LOAD_FAST"):
         return {names[1]} - {names[0]}, {names[0]}
-    is_write = kinds[0] == "STORE"
-    return (set(), set(names)) if is_write else (set(names), set())
+    return (set(), set(names)) if kinds[0] == "STORE" else (set(names), set())
 
 
 _READING = frozenset({"grad", "clip_grad_norm_", "get_total_norm"})

@@ -246,8 +246,7 @@ class FollowedLoader(importlib.machinery.SourceFileLoader):
         path = self.get_filename(fullname)
         if fullname not in loaded:
             loaded.append(fullname)
-        source = self.get_data(path)
-        return compile_followed(source, path, is_script=fullname == "__main__")
+        return compile_followed(self.get_data(path), path, is_script=fullname == "__main__")
 
 
 class NamedLoader(importlib.machinery.SourceFileLoader):

@@ -227,8 +227,7 @@ class _Walk:
     def _spoiled(self, first: Node, before: Node, mine: Node) -> Node:
         if not isinstance(before, AnyNode) or not isinstance(mine, AnyNode):
             are_scalars = not isinstance(before, AnyNode) and not isinstance(mine, AnyNode)
-            is_same = are_scalars and is_same_scalar(before, mine)
-            return first if is_same else SPOILED
+            return first if are_scalars and is_same_scalar(before, mine) else SPOILED
         resolved = [tree.resolve(node) for tree, node in zip(self._trees, (first, before, mine), strict=True)]
         number = number_of(resolved[2])
         if number in self._seen or self._compared.is_same(before, mine):

@@ -277,7 +277,10 @@ def record_set(exact: Any) -> Handler:
             names = sorted(f"{item.__module__}:{item.__qualname__}" for item in items)
             return SameNode(name_of(exact), " ".join(names))  # what a decorator has collected: no state
         nodes = _ids(snapshot, items, depth) or [snapshot.node(item, depth + 1) for item in items]
-        if all(is_settled(node) or type(node) is IdNode for node in nodes) or all(map(_is_found_class, items, nodes)):
+        if all(is_settled(node) or type(node) is IdNode for node in nodes) or all(
+            issubclass(type(item), type) and not isinstance(node, SameNode)  # a class that others find by its name
+            for item, node in zip(items, nodes, strict=False)
+        ):
             own = _own(snapshot, value, exact, depth)
             return SetNode(number, nodes, *own) if exact is set else FrozensetNode(nodes, *own)
         if any(isinstance(node, AnyNode) and not isinstance(node, _FIXED_ITEMS) for node in nodes):
@@ -294,11 +297,6 @@ def _has_name(item: Any) -> bool:
         return look_up(name_of(item)) is item
     except (AttributeError, TypeError):
         return False
-
-
-def _is_found_class(value: Any, node: Any) -> bool:
-    """Whether it is a class that another process finds by its name."""
-    return issubclass(type(value), type) and not isinstance(node, SameNode)
 
 
 def _has_lasting_hash(item: Any) -> bool:

@@ -428,8 +428,7 @@ def _why(letter: str, first: Trace, other: Trace, rank: int, step: int, is_start
         loss=f"{here.get('v')} instead of {there.get('v')}",
         parts=f" of {', '.join(differing)}" if differing else "",
     )
-    settings = differing_settings(first, other, rank, step)
-    return "; ".join([text, *settings])
+    return "; ".join([text, *differing_settings(first, other, rank, step)])
 
 
 def differing_settings(first: Trace, other: Trace, rank: int, step: int) -> list[str]:

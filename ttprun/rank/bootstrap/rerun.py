@@ -120,8 +120,7 @@ def is_transient(error: BaseException, diagnosis: Diagnosis, patterns: list[str]
     if diagnosis.is_known:
         return diagnosis.can_stay
     with contextlib.suppress(Exception):  # an error's own __str__ may fail
-        shown = f"{type(error).__name__}: {error}"
-        return any(re.search(pattern, shown) for pattern in patterns)
+        return any(re.search(pattern, f"{type(error).__name__}: {error}") for pattern in patterns)
     return False
 
 
