@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device.test_gpus import unprotected
-from tests.groups.test_groups_made_while_a_rank_is_lost import be_lost, begin, is_first_life, protection, replace_with
+from tests.groups.test_groups_made_while_a_rank_is_lost import be_lost, begin, is_first_life, replace_with
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.introspect.current_rank import current
 from ttprun.protocol import from_rank, rank_events
@@ -88,7 +88,7 @@ def swap_and_be_lost(rank: int, times: int, differs: bool = False) -> Any:
     elif is_first_life():
         be_lost()
     found += [swap_and_spoil(rank, number) for number in range(times, times + 2)]
-    return found, protection()
+    return found, unprotected()
 
 
 def lose_after_messages(agent: FakeAgent) -> None:
