@@ -247,6 +247,14 @@ def test_watching_ends_with_the_run_and_its_exit_code(run: RunDirectory, capsys:
     assert [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()] == ["recovering", "failed"]
 
 
+def test_watching_ends_if_the_launcher_is_killed_and_so_writes_no_more(run: RunDirectory) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    write_status(run.status, replace(status_of("healthy"), agent_pid=child.pid))
+    threading.Timer(0.2, lambda: (child.kill(), child.wait())).start()
+
+    assert main(["status", "--watch", "--json"]) == 2
+
+
 def test_ctrl_c_ends_watching_quietly(run: RunDirectory) -> None:
     write_status(run.status, status_of("healthy"))
     command = [sys.executable, "-m", "ttprun", "status", "--watch", "--json"]

@@ -171,23 +171,10 @@ def draw_incidents(console: Console, incidents: tuple[IncidentStatus, ...]) -> R
     numbers = ("#", "boundary", "steps lost")
     columns = ("#", "kind", "ranks", "rung", "outcome", "boundary", "steps lost")
     rows = [
-        tuple(
-            map(
-                _cell,
-                (
-                    past.id,
-                    past.kind,
-                    ",".join(map(str, past.ranks)),
-                    past.rung,
-                    past.outcome,
-                    past.boundary,
-                    past.steps_lost,
-                ),
-            )
-        )
+        (past.id, past.kind, ",".join(map(str, past.ranks)), past.rung, past.outcome, past.boundary, past.steps_lost)
         for past in incidents
     ]
-    return fitting_table(console, columns, rows, numbers, _SPARE["incidents"])
+    return fitting_table(console, columns, [[*map(_cell, row)] for row in rows], numbers, _SPARE["incidents"])
 
 
 def draw_phases(console: Console, incidents: tuple[IncidentStatus, ...]) -> RenderableType:
@@ -266,7 +253,7 @@ def changes(view: RunView) -> Iterator[RunStatus]:
     yield shown
     while not shown.has_ended:
         time.sleep(REFRESH_S)
-        view.look()
+        view.look(always=True)
         if _gist(view.status) != _gist(shown):
             shown = view.status
             yield shown
@@ -282,7 +269,7 @@ def watch_on_terminal(view: RunView, proofs: bool) -> None:
     with Live(draw(console, view.status, speeds(view), proofs), console=console, auto_refresh=False) as live:
         while not view.status.has_ended:
             time.sleep(REFRESH_S)
-            view.look()
+            view.look(always=True)
             live.update(draw(console, view.status, speeds(view), proofs), refresh=True)
 
 

@@ -267,16 +267,15 @@ class RunView:
         self._read_to = 0
         self._read()
 
-    def look(self, is_last: bool = False) -> bool:
-        """Read what is new; returns whether anything is. A status that cannot be read is tried again at the next look.
+    def look(self, always: bool = False) -> bool:
+        """Read what is new; returns whether anything is. Raises ConfigError if the status cannot be read.
 
-        is_last   read all, whether it has changed or not
+        always   read it though no file has changed: a launcher that was killed writes no more, and its run has ended
         """
-        if self._stamps == self._seen and not is_last:
+        if self._stamps == self._seen and not always:
             return False
         self._seen = self._stamps
-        with suppress(ConfigError):
-            self._read()
+        self._read()
         return True
 
     @property

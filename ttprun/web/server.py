@@ -230,11 +230,11 @@ class Feed:
 
     def look(self) -> None:
         """Read what is new."""
-        if self.view is None:
-            with suppress(ConfigError):
+        with suppress(ConfigError):  # tried again at the next look
+            if self.view is None:
                 self.view = RunView(self._run)
-        elif not self.view.look(is_last=self.over.is_set()):
-            return
+            elif not self.view.look(always=self.over.is_set()):
+                return
         if self.view is None:
             return
         status, summary = self.view.status, self.view.summary

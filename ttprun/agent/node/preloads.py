@@ -182,14 +182,12 @@ class Preloads:
         if device not in self._suspected:
             self._suspected.add(device)
             return ""
-        name, used = (
-            f"device {device}" if device else "this machine",
-            {self.others(each.handler.start)[0] for each in here},
-        )
+        name = f"device {device}" if device else "this machine"
+        used = {self.others(each.handler.start)[0] for each in here}
         if not (free := [other for other in others if other not in used]):
             return f"{name} was suspect before, and no other device is free: take {name} out of the job"
         self._deserted.add(device)
-        self.moved[start["local_rank_id"]] = self.devices[start["local_rank_id"]]
+        self.moved[start["local_rank_id"]] = self.devices.get(start["local_rank_id"], -1)
         slot.handler.start = start | {"env": start["env"] | others[free[0]]}
         return f"{name} was suspect before and is not used again: the rank uses device {free[0]} from now on"
 
