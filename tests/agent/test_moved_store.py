@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.agent.test_spare_pool import LIMIT_S, Lead
 from tests.nodes import free_port
@@ -54,7 +55,7 @@ def test_the_store_of_a_running_job_is_found_by_the_leaders_file(
 
     found = during(finder(file).find)
 
-    assert found == (read_where(str(file)) or {})["store"]
+    assert found == read_where(str(file)).store  # type: ignore[union-attr]
     assert lead.came == [], "it has only asked"
 
 
@@ -80,16 +81,16 @@ def test_a_launcher_that_comes_by_the_moved_store_is_one_more_than_the_job_needs
 
 
 def test_if_the_port_of_the_rendezvous_is_taken_the_store_has_another_one(lead: Lead, tmp_path: Path) -> None:
-    file, taken = tmp_path / "leader-job.json", lead.where["port"]
+    file, taken = tmp_path / "leader-job.json", lead.where.port
 
-    MovedStore(int(taken), "job", 2, str(file)).announce("127.0.0.1", lead.where)
+    MovedStore(taken, "job", 2, str(file)).announce("127.0.0.1", lead.where)
 
-    assert (read_where(str(file)) or {})["store"] not in ("", f"127.0.0.1:{taken}")
+    assert read_where(str(file)).store not in ("", f"127.0.0.1:{taken}")  # type: ignore[union-attr]
 
 
 def test_what_a_lost_leader_has_left_is_no_job(tmp_path: Path) -> None:
     file = tmp_path / "leader-job.json"
-    write_where(str(file), {"address": "127.0.0.1", "port": free_port(), "token": "t", "store": "127.0.0.1:1"})
+    write_where(str(file), meeting.Where("127.0.0.1", free_port(), "t", store="127.0.0.1:1"))
 
     assert finder(file).find_at_start() == ""
 
@@ -98,7 +99,7 @@ def test_somebody_else_at_the_port_of_a_lost_leader_is_no_job(
     lead: Lead, during: Callable[..., str], tmp_path: Path
 ) -> None:
     file = tmp_path / "leader-job.json"
-    write_where(str(file), {**lead.where, "token": "of an earlier run", "store": "127.0.0.1:1"})
+    write_where(str(file), replace(lead.where, token="of an earlier run", store="127.0.0.1:1"))
 
     assert during(finder(file).find) == ""
 
@@ -107,7 +108,7 @@ def test_a_launcher_that_comes_while_the_job_ends_waits_for_that_and_then_starts
     lead: Lead, tmp_path: Path
 ) -> None:
     file, asked = tmp_path / "leader-job.json", threading.Event()
-    write_where(str(file), {**lead.where, "store": "127.0.0.1:1"})
+    write_where(str(file), replace(lead.where, store="127.0.0.1:1"))
     assert lead.peers.pool is not None
     lead.peers.pool.is_ending = lambda: asked.set() or True  # type: ignore[func-returns-value]
 
@@ -138,7 +139,7 @@ def test_an_agent_whose_job_has_ended_leaves_the_file_of_another_leader_alone(le
     file = tmp_path / "leader-job.json"
     first, second = (MovedStore(free_port(), "job", 2, str(file)) for _ in range(2))
     first.announce("127.0.0.1", lead.where)
-    second.announce("127.0.0.1", {**lead.where, "token": "of the next leader"})
+    second.announce("127.0.0.1", replace(lead.where, token="of the next leader"))
 
     first.withdraw()
     of_the_next = read_where(str(file))

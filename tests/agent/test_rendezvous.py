@@ -18,7 +18,7 @@ import pytest
 from tests.agent.nodes import Store
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.between import rendezvous
-from ttprun.agent.between.rendezvous import NotMetError, Place, meet, own_address
+from ttprun.agent.between.rendezvous import NotMetError, Place, first_start, meet, own_address
 from ttprun.errors import ConfigError
 from ttprun.protocol import process_orders
 from ttprun.protocol.rank_events import RankStarted
@@ -28,7 +28,8 @@ LIMIT_S = 60.0
 
 def place(number: int, size: int = 2, **alike: str) -> Place:
     """One node of a group."""
-    return Place(number, size, 2, "127.0.0.1", {"ttprun": "1.0", "the script": "abc"} | alike)
+    alike = {"ttprun": "1.0", "the script": "abc"} | alike
+    return Place("127.0.0.1", alike, number=number, size=size, ranks=2)
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def meet_all() -> Any:
     made: list[Peers] = []
 
     def meet_them(store: Store, *places: Place) -> list[Any]:
-        futures: list[Future[Peers]] = [pool.submit(meet, store, one) for one in places]
+        futures: list[Future[Peers]] = [pool.submit(meet, first_start(store), one) for one in places]
         answers: list[Any] = [future.exception(LIMIT_S) or future.result() for future in futures]
         made.extend(answer for answer in answers if isinstance(answer, Peers))
         return answers

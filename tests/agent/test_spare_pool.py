@@ -17,6 +17,7 @@ from ttprun.agent.base.peers import Peers
 from ttprun.agent.base.spare_pool import Listener, RendezvousKeys, SparePool, read_where, write_where
 from ttprun.agent.between import rendezvous
 from ttprun.agent.between.latecomers import LOST, Taken, wait_for_slots
+from ttprun.agent.between.rendezvous import Place
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
@@ -67,7 +68,7 @@ def wait(warm: list[tuple[list[str], list[str]]]) -> Iterator[Callable[..., Futu
     def warmed(modules: list[str], files: list[str]) -> None:
         warm.append((modules, files))
 
-    yield lambda where, alike=ALIKE: pool.submit(wait_for_slots, where, "127.0.0.1", alike, warmed)
+    yield lambda where, alike=ALIKE: pool.submit(wait_for_slots, where, Place("127.0.0.1", alike), warmed)
     pool.shutdown()
 
 
@@ -92,7 +93,7 @@ def test_who_waits_gets_the_slots_of_a_lost_node_with_the_records_of_its_ranks(l
     assert isinstance(taken, Taken)
     assert {rank: one.part for rank, one in taken.records.items()} == {2: "of rank 2", 3: "of rank 3"}
     assert (taken.peers.node, taken.peers.size, taken.peers.ranks_per_node) == (1, 2, 2)
-    assert taken.master == "10.0.0.1 29500"
+    assert taken.peers.master == "10.0.0.1 29500"
     assert lead.peers.is_connected(1)
     taken.peers.close(selectors.DefaultSelector())
 
@@ -153,7 +154,7 @@ def test_who_waits_hears_how_the_group_has_ended(lead: Lead, wait: Wait) -> None
 
 def test_who_waits_goes_to_the_next_leader_if_the_one_that_leads_is_lost(lead: Lead, wait: Wait) -> None:
     following = Lead()
-    pools = {0: meeting.Where(**lead.where), 1: meeting.Where(**following.where)}
+    pools = {0: lead.where, 1: following.where}
     waiting = wait(lead.where)
     lead.run(lambda: bool(lead.came))
     pool = lead.peers.pool
@@ -171,11 +172,11 @@ def test_who_waits_goes_to_the_next_leader_if_the_one_that_leads_is_lost(lead: L
 def test_who_has_come_through_the_listener_and_said_nothing_yet_is_kept_when_another_answers(lead: Lead) -> None:
     pool = lead.peers.pool
     assert pool is not None
-    with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
+    with socket.create_connection((lead.where.address, lead.where.port)) as sock:
         lead.run(lambda: bool(pool.listener._newcomers))
         pool.watch(lead.selector, lead.came.append)
         link = Channel(sock, rendezvous.KNOWN)
-        link.send(meeting.Hello(lead.where["token"], -1, "10.0.0.3", ALIKE))
+        link.send(meeting.Hello(lead.where.token, -1, "10.0.0.3", ALIKE))
 
         lead.run(lambda: lead.came == ["10.0.0.3"])
 
@@ -183,9 +184,9 @@ def test_who_has_come_through_the_listener_and_said_nothing_yet_is_kept_when_ano
 
 
 def test_a_node_that_was_given_up_is_not_let_in_again_as_one_of_the_group(lead: Lead) -> None:
-    with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
+    with socket.create_connection((lead.where.address, lead.where.port)) as sock:
         link = Channel(sock, rendezvous.KNOWN)
-        link.send(meeting.Hello(lead.where["token"], 1, "10.0.0.2", ALIKE))
+        link.send(meeting.Hello(lead.where.token, 1, "10.0.0.2", ALIKE))
         pool = ThreadPoolExecutor(1)
         answer = pool.submit(link.receive_with_fds)
         lead.run(answer.done)
@@ -201,18 +202,18 @@ def test_a_launcher_knows_by_the_rendezvous_store_how_many_came_before_and_where
 
     before = rendezvous_keys.announced()
     numbers = [RendezvousKeys(store, "job 7").arrive() for _ in range(3)]
-    rendezvous_keys.announce({"address": "10.0.0.1", "port": 1, "token": "t"})
+    rendezvous_keys.announce(meeting.Where("10.0.0.1", 1, "t"))
 
     assert before is None
     assert numbers == [1, 2, 3]
     assert RendezvousKeys(store, "job 8").arrive() == 1
-    assert rendezvous_keys.announced() == {"address": "10.0.0.1", "port": 1, "token": "t"}
+    assert rendezvous_keys.announced() == meeting.Where("10.0.0.1", 1, "t")
     assert RendezvousKeys(store, "job 8").announced() is None
 
 
 def test_where_a_group_is_stands_in_the_save_directory_for_who_cannot_reach_the_store(tmp_path: Path) -> None:
     file = tmp_path / "save" / "leader-train.json"
-    where = {"address": "10.0.0.1", "port": 7, "token": "secret", "seen": ""}
+    where = meeting.Where("10.0.0.1", 7, "secret")
 
     before = read_where(str(file))
     write_where(str(file), where)
@@ -226,7 +227,7 @@ def test_where_a_group_is_stands_in_the_save_directory_for_who_cannot_reach_the_
 def test_who_has_come_by_another_store_counts_where_the_job_is_found(tmp_path: Path) -> None:
     store = Store()
 
-    RendezvousKeys(store, "job").announce({"address": "10.0.0.1", "port": 7, "token": "secret"}, arrived=2)
+    RendezvousKeys(store, "job").announce(meeting.Where("10.0.0.1", 7, "secret"), arrived=2)
 
     assert RendezvousKeys(store, "job").arrive() == 3
 

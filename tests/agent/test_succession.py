@@ -28,9 +28,7 @@ class Follower:
         pool = SparePool(Listener("127.0.0.1", rendezvous.KNOWN), {})
         self.peers = Peers(1, "127.0.0.1", 1, {}, {0: "127.0.0.1", 1: "127.0.0.1"}, 2, pool, "", leader=0)
         listeners = {0: self.leads_at, 1: pool.listener}
-        self.peers.note_pools(
-            meeting.SparePools({number: meeting.Where(**one.where) for number, one in listeners.items()}, 0)
-        )
+        self.peers.note_pools(meeting.SparePools({number: one.where for number, one in listeners.items()}, 0))
         self.selector = selectors.DefaultSelector()
         self.became: list[str] = []
         node: Any = SimpleNamespace(verdict=None, peers=self.peers, selector=self.selector, here=[], ended_by=0)

@@ -259,7 +259,7 @@ def open_listener(stack: ExitStack) -> Feed:
             while link in listener._newcomers:
                 listener._read(link)
         for _, hello in came:
-            assert hello.token == listener.where["token"]
+            assert hello.token == listener.where.token
 
     return feed
 

@@ -28,6 +28,8 @@ class Where(Message, frozen=True):
 
     page   address at which its launcher shows the job to other machines; "": at none
     name   what the scheduler calls its node; "": nothing is known
+    seen   a file next to its checkpoints: a node that sees it shares the save directory; "": there is none
+    store  where the launchers of the job meet, host:port; "": where the user says
     """
 
     address: str = ""
@@ -35,6 +37,8 @@ class Where(Message, frozen=True):
     token: str = ""
     page: str = ""
     name: str = ""
+    seen: str = ""
+    store: str = ""
 
 
 class Hello(Message, frozen=True):
@@ -44,7 +48,7 @@ class Hello(Message, frozen=True):
     node      its number in the group; WAITS: it waits for slots of a lost node; ASKS: whether the job goes on
     address   of the node
     alike     what must be the same on all nodes, by its name for people
-    shares    this node sees the file that the leader has written next to its checkpoints
+    shares    this node sees the file that the listener names (`Where.seen`)
     at_s      time of the node's clock, seconds since 1970
     listener      where this agent would listen if it led the next group
     pool      where this agent listens if the one that leads is lost
@@ -61,23 +65,23 @@ class Hello(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """All nodes of the group are there, and fit each other.
+    """All nodes of the group are there, and fit each other; or the receiver may wait for slots.
 
-    node     number of the receiver in a group that has met again; -1: the one that it has
-    size     nodes of that group
-    master   address and port for the script's environment there
+    node     number of the receiver in the group
+    size     nodes of the group
+    master   address and port for the script's environment
     """
 
-    node: int = -1
+    node: int = WAITS
     size: int = 0
     master: str = ""
 
 
 class Rejected(Message, frozen=True):
-    """The nodes do not fit each other: nothing is started.
+    """The nodes are no group: nothing is started.
 
-    reason   what differs
-    cure     what to do
+    reason   what differs, or that too few have come
+    cure     what to do; "": too few have come
     """
 
     reason: str

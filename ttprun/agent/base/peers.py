@@ -206,7 +206,7 @@ class Peers:
         self._heard_s |= dict.fromkeys(links, time.monotonic())
         self._waits.clear()
         if self.pool is not None:
-            self.pools[self.node] = meeting.Where(**self.pool.listener.where)
+            self.pools[self.node] = self.pool.listener.where
 
     def conclude(self, last_word: meeting.Concluded) -> None:
         """The group has come to its end; if this agent leads, whoever waits hears it when it hangs up."""

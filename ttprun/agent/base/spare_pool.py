@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import json
 import os
 import secrets
 import selectors
@@ -23,7 +22,7 @@ from typing import Any
 from ttprun.agent.base.loop import unwatch
 from ttprun.protocol import meeting
 from ttprun.protocol.channel import Channel
-from ttprun.protocol.codec import encode
+from ttprun.protocol.codec import decode, encode
 from ttprun.protocol.standby_messages import WarmUp
 
 _POOL, _ARRIVALS = "ttprun/spare-pool", "ttprun/arrivals"
@@ -41,20 +40,23 @@ Came = Callable[[Channel, meeting.Hello], None]
 class Listener:
     """A listener that lets in who knows the token; who is silent holds up nobody.
 
-    where    its address, port and token, the page of its launcher, and Slurm's name for its node
+    where    that is, for those who may come
     known    classes of the messages that agents send, by name
     """
 
-    def __init__(self, address: str, message_types: Mapping[str, type], page: str = "") -> None:
+    def __init__(self, address: str, message_types: Mapping[str, type], page: str = "", seen: str = "") -> None:
+        """`page`, `seen`: as in `meeting.Where`."""
         self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
-        self._token = secrets.token_hex(16)
         self._known = message_types
         self._newcomers: list[Channel] = []
         self._selector: selectors.BaseSelector | None = None
         self._came: Came = lambda link, hello: None
-        name = os.environ.get("SLURMD_NODENAME", "")
-        port = self._listener.getsockname()[1]
-        self.where = {"address": address, "port": port, "token": self._token, "page": page, "name": name}
+        port, token, name = (
+            self._listener.getsockname()[1],
+            secrets.token_hex(16),
+            os.environ.get("SLURMD_NODENAME", ""),
+        )
+        self.where = meeting.Where(address, port, token, page, name, seen)
 
     def open(self, selector: selectors.BaseSelector, came: Came) -> None:
         """Let them in by this selector from now on.
@@ -90,7 +92,7 @@ class Listener:
             return
         hello = messages[0]
         given = hello.token.encode(errors="surrogatepass") if isinstance(hello, meeting.Hello) else b""
-        if not hmac.compare_digest(given, self._token.encode()):
+        if not hmac.compare_digest(given, self.where.token.encode()):
             self._hang_up(link)
             return
         self._forget(link)
@@ -293,39 +295,41 @@ class RendezvousKeys:
         number: int = self._store.add(f"{_ARRIVALS}/{self._run_id}", 1)
         return number
 
-    def announce(self, where: Mapping[str, Any], arrived: int = 0) -> None:
+    def announce(self, where: meeting.Where, arrived: int = 0) -> None:
         """Name the spare pool of a group that starts. Raises what the store does.
 
         arrived   launchers that have come by another store
         """
         if arrived:
             self._store.add(f"{_ARRIVALS}/{self._run_id}", arrived)
-        self._store.set(f"{_POOL}/{self._run_id}", json.dumps(dict(where)))
+        self._store.set(f"{_POOL}/{self._run_id}", encode(where).decode())
 
-    def announced(self) -> dict[str, Any] | None:
+    def announced(self) -> meeting.Where | None:
         """Where the newest spare pool is, if any was announced."""
         key = f"{_POOL}/{self._run_id}"
         with contextlib.suppress(Exception):  # torch's stores raise errors of their own
             if self._store.check([key]):
-                where: dict[str, Any] = json.loads(self._store.get(key))
-                return where
+                return _where(self._store.get(key))
         return None
 
 
-def write_where(file: str, where: Mapping[str, Any]) -> None:
+def write_where(file: str, where: meeting.Where) -> None:
     """Name the spare pool of a group in the leader's file, for who cannot reach the store. A full disk costs that."""
     with contextlib.suppress(OSError):
         draft = Path(f"{file}-{secrets.token_hex(4)}")
         draft.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft.touch(mode=0o600)  # it has the token
-        draft.write_text(json.dumps(dict(where)), encoding="utf-8")
+        draft.write_bytes(encode(where))
         draft.replace(file)
 
 
-def read_where(file: str) -> dict[str, Any] | None:
+def read_where(file: str) -> meeting.Where | None:
     """Where a spare pool is or was, according to a leader's file; None if there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        where = json.loads(Path(file).read_text(encoding="utf-8"))
-        if isinstance(where, dict) and {"address", "port", "token"} <= where.keys():
-            return where
+    with contextlib.suppress(OSError):
+        return _where(Path(file).read_bytes())
     return None
+
+
+def _where(line: bytes) -> meeting.Where | None:
+    where = decode(line, {"Where": meeting.Where})
+    return where if isinstance(where, meeting.Where) else None

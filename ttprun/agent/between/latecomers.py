@@ -9,6 +9,7 @@ pool of the group (`spare_pool.py`); if its leader is lost, in the next one's (`
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -19,13 +20,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 
-from ttprun.agent.base.peers import Peers, ready
-from ttprun.agent.base.spare_pool import Listener, RendezvousKeys, SparePool, keep_alive, read_where, write_where
-from ttprun.agent.between.rendezvous import KNOWN, address_for_ranks
-from ttprun.errors import ConfigError
+from ttprun.agent.base.peers import Peers
+from ttprun.agent.base.spare_pool import Listener, RendezvousKeys, read_where, write_where
+from ttprun.agent.between.rendezvous import Place, connect, refuse
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.standby_messages import WarmUp
@@ -55,7 +55,7 @@ class MovedStore:
         self._store: TCPStore | None = None
         self._token = ""
 
-    def announce(self, address: str, where: Mapping[str, Any]) -> None:
+    def announce(self, address: str, where: meeting.Where) -> None:
         """This agent leads: serve the store, and name the spare pool there and in the file.
 
         address   of this node
@@ -65,15 +65,15 @@ class MovedStore:
         arrived = 0 if self._store is not None else self._arrived
         if self._store is None:
             self._store = self._served(address)
-        self._token = where["token"]
+        self._token = where.token
         RendezvousKeys(self._store, self._run_id).announce(where, arrived)
         if self._file:
-            write_where(self._file, {**where, "store": f"{address}:{self._store.port}"})
+            write_where(self._file, replace(where, store=f"{address}:{self._store.port}"))
 
     def withdraw(self) -> None:
         """The job has ended under this agent: nobody is to look for it. The file may be another leader's."""
         where = read_where(self._file) if self._file else None
-        if where is not None and where["token"] == self._token:
+        if where is not None and where.token == self._token:
             with contextlib.suppress(OSError):
                 os.unlink(self._file)
 
@@ -136,7 +136,8 @@ class JobFinder:
     def find(self) -> str:
         """host:port of the store that the agent that leads serves; "": none is known, or can be reached."""
         if isinstance(self._ask_leader(), meeting.Accepted):
-            return str((read_where(self._file) or {}).get("store", ""))
+            where = read_where(self._file)
+            return "" if where is None else where.store
         named = [host for host in dict.fromkeys(self._hosts()) if host != self._host]
         if not named or not self._port or (not self._is_host and _answers(self._host, self._port)):
             return ""
@@ -149,15 +150,11 @@ class JobFinder:
         return None if where is None else _asked(where)
 
 
-def _asked(where: Mapping[str, Any]) -> meeting.Accepted | meeting.Concluded | None:
+def _asked(where: meeting.Where) -> meeting.Accepted | meeting.Concluded | None:
     """Whether a job goes on, as its leader says; None if that cannot be reached, or does not know the token."""
     with contextlib.suppress(OSError, EOFError):
-        link = Channel(socket.create_connection((where["address"], where["port"]), timeout=_ASK_LIMIT_S), KNOWN)
-        try:
-            link.send(meeting.Hello(where["token"], meeting.ASKS, "", {}))
+        with contextlib.closing(connect(where, meeting.Hello("", meeting.ASKS, "", {}), _ASK_LIMIT_S)) as link:
             answer: Any = link.receive_with_fds()[0]
-        finally:
-            link.close()
         return answer if isinstance(answer, meeting.Accepted | meeting.Concluded) else None
     return None
 
@@ -191,7 +188,6 @@ class Taken:
     """
 
     peers: Peers
-    master: str
     records: Mapping[int, node_messages.Records]
 
 
@@ -200,20 +196,12 @@ LOST = "lost"  # a kind, as in `Concluded`: the connection
 Outcome = Taken | meeting.Regroup | meeting.Concluded
 
 
-def wait_for_slots(
-    where: Mapping[str, Any],
-    address: str,
-    alike: Mapping[str, str],
-    warm_up: TakeWarmth,
-    listener: meeting.Where | None = None,
-    page: str = "",
-) -> Outcome | None:
+def wait_for_slots(where: meeting.Where, place: Place, warm_up: TakeWarmth) -> Outcome | None:
     """Wait in the spare pool of a group until slots become free, or until the group starts again with this node.
 
     where     the spare pool is, as it was announced
-    address   of this node
+    place     of this node, which has no numbers yet
     warm_up   called with what standbys should import and compile
-    listener, page   as in `Place`
 
     returns   how the group has ended, if it did so first, or LOST if nobody can be reached any more; None: this
               launcher was not let in
@@ -221,35 +209,29 @@ def wait_for_slots(
     Blocks as long as nothing happens; a signal's handler may end it by an exception. Raises ConfigError if this node
     does not fit the others.
     """
-    pool = SparePool(Listener(address, KNOWN, page), alike)
-    try:
-        shares = bool(where.get("seen")) and os.path.exists(where["seen"])
-        own = meeting.Where(**pool.listener.where)
-        hello = meeting.Hello("", -1, address, dict(alike), shares, listener=listener or meeting.Where(), pool=own)
-        outcome = _Waiting(hello, pool, warm_up).wait(where)
-    except BaseException:
-        pool.listener.close()
-        raise
-    if not isinstance(outcome, Taken):
-        pool.listener.close()
+    with contextlib.ExitStack() as undone:
+        listener = place.open_listener()
+        undone.callback(listener.close)
+        outcome = _Waiting(place, listener, warm_up).wait(where)
+        if isinstance(outcome, Taken):
+            undone.pop_all()
     return outcome
 
 
 class _Waiting:
     """A launcher that waits.
 
-    hello   what it says where it comes
-    pool    of its own, if it leads later
+    listener   of its own, if it leads later
     """
 
-    def __init__(self, hello: meeting.Hello, pool: SparePool, warm_up: TakeWarmth) -> None:
-        self._hello = hello
-        self._pool = pool
+    def __init__(self, place: Place, listener: Listener, warm_up: TakeWarmth) -> None:
+        self._place = place
+        self._listener = listener
         self._warm_up = warm_up
         self._others: Iterator[meeting.Where] = iter(())  # who may lead next
         self._was_let_in = False
 
-    def wait(self, where: Mapping[str, Any]) -> Outcome | None:
+    def wait(self, where: meeting.Where) -> Outcome | None:
         """As `wait_for_slots`."""
         limit_s = _POOL_LIMIT_S
         while True:
@@ -258,18 +240,17 @@ class _Waiting:
             following = next(self._others, None)
             if following is None:
                 return meeting.Concluded(LOST, "nobody can be reached", True, 0) if self._was_let_in else None
-            where, limit_s = asdict(following), _SUCCESSION_LIMIT_S
+            where, limit_s = following, _SUCCESSION_LIMIT_S
 
-    def _wait_in(self, where: Mapping[str, Any], limit_s: float) -> Outcome:
+    def _wait_in(self, where: meeting.Where, limit_s: float) -> Outcome:
         """Wait in one spare pool. Raises OSError or EOFError if its agent is lost."""
-        link = Channel(socket.create_connection((where["address"], where["port"]), timeout=limit_s), KNOWN)
-        try:
-            keep_alive(link.sock)
-            link.send(replace(self._hello, token=where["token"], at_s=time.time()))
-            return self._read(link, where["token"])
-        except BaseException:
-            link.close()
-            raise
+        with contextlib.ExitStack() as undone:
+            link = connect(where, self._place.hello(self._listener), limit_s)
+            undone.callback(link.close)
+            outcome = self._read(link, where.token)
+            if isinstance(outcome, Taken):
+                undone.pop_all()
+        return outcome
 
     def _read(self, link: Channel, token: str) -> Outcome:
         slots: meeting.RankSlots | None = None
@@ -280,10 +261,9 @@ class _Waiting:
                 case meeting.Accepted():
                     link.sock.settimeout(None)
                     self._was_let_in = True
-                case meeting.Rejected(reason=reason, cure=cure):
-                    raise ConfigError(reason, cure)
+                case meeting.Rejected():
+                    refuse(message)
                 case meeting.Concluded() | meeting.Regroup():
-                    link.close()
                     return message
                 case WarmUp(modules=modules, files=files):
                     self._warm_up(modules, files)
@@ -293,9 +273,9 @@ class _Waiting:
                     slots = message
                 case node_messages.Records(rank=rank):
                     records[rank] = message
-        own, links, size = address_for_ranks(self._hello.address), {slots.leader: ready(link)}, slots.size
-        peers = Peers(
-            slots.node, own, slots.ranks, links, slots.names, size, self._pool, slots.master, leader=slots.leader
+        place = dataclasses.replace(
+            self._place, number=slots.node, size=slots.size, ranks=slots.ranks, master=slots.master
         )
+        peers = place.group({slots.leader: link}, slots.names, self._listener, slots.leader)
         peers.has_lost = True
-        return Taken(peers, slots.master, records)
+        return Taken(peers, records)

@@ -1,19 +1,19 @@
 """The agents of a group meet before they start their ranks: followers connect to the leader, and all compare notes.
 
-The leader is the agent whose group rank is 0. It listens on the address by which it reaches the rendezvous, and puts
-that, with a token made for this group, into torch's rendezvous store: whoever does not know the token is hung up on.
-Nothing is started before all are there and fit each other (`meet`).
+The leader is the agent whose number is 0. Whoever does not know the token of its listener is hung up on. Nothing is
+started before enough are there, and the leader has said to each what its number is. Begin with `meet`.
 
-When nodes have left or joined (`--elastic`) they meet again, and need no rendezvous: the agent that has led names the
-next leader, the place where that listens, and everybody's number, in one order (`meeting.Regroup`). Who does not come
-in time is left out, as long as there are enough (`meet_again`).
+What differs between one meeting and another is its `Occasion`. At a first start, and at a restart, the leader puts the
+place where it listens into torch's rendezvous store (`first_start`). When nodes have left or joined (`--elastic`), the
+agent that has led names the next leader, the place where that listens, and everybody's number, in one order
+(`regrouping`); nodes that do not come in time are left out, as long as there are enough. A launcher that waits for
+slots comes by the same `connect` (`latecomers.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import secrets
@@ -21,24 +21,29 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, NoReturn, get_args
+
+from msgspec import structs
 
 from ttprun.agent.base.peers import Peers, ready
 from ttprun.agent.base.spare_pool import Listener, SparePool, keep_alive
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.codec import decode, encode
 
 LIMIT_S = 60.0  # the agents come out of the same rendezvous
-_FOLLOWER_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
+AGAIN_LIMIT_S = 30.0  # all have got the order at once, and have to end their ranks
+_FOLLOWERS_MORE_S = 15.0  # by then the leader has said why not
 _LOOK_AGAIN_S = 0.5
+_TRY_AGAIN_S = 0.2
 logger = logging.getLogger("ttprun")
 CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
-_LEADER, _OFF = "ttprun/leader", "ttprun/off"
+_LEADER = "ttprun/leader"
 KNOWN = {kind.__name__: kind for kind in (*get_args(node_messages.OfFollower), *get_args(node_messages.OfLeader))}
 _SIOCGIFADDR = 0x8915
 
@@ -51,63 +56,99 @@ class NotMetError(Exception):
 class Place:
     """This node among those of its group.
 
+    address  by which the others reach it
+    alike    what must be the same on all nodes, by its name for people
+    save_dir where checkpoints are kept if its agent leads
+    seen     as in `meeting.Where`
+    page     as in `meeting.Where`
     number   of the node: its agent's group rank
     size     nodes
     ranks    local ranks
-    address  by which the others reach it
-    alike    what must be the same on all nodes, by its name for people
     master   address and port for the script's environment
-    save_dir where checkpoints are kept if its agent leads
     listener     where its agent would listen if it led the next group; None: nodes neither join nor leave
-    page     as in `meeting.Where`
     """
 
-    number: int
-    size: int
-    ranks: int
-    address: str
-    alike: Mapping[str, str]
-    master: str = ""
+    address: str = ""
+    alike: Mapping[str, str] = field(default_factory=dict)
     save_dir: str = ""
-    listener: meeting.Where | None = None
+    seen: str = ""
     page: str = ""
+    number: int = meeting.WAITS
+    size: int = 0
+    ranks: int = 0
+    master: str = ""
+    listener: meeting.Where | None = None
+
+    def open_listener(self) -> Listener:
+        """Where this agent listens from now on, as soon as it leads."""
+        return Listener(self.address, KNOWN, self.page, self.seen)
+
+    def hello(self, listener: Listener) -> meeting.Hello:
+        """Who comes; `listener`: of this agent, if the one that leads is lost."""
+        return meeting.Hello(
+            "",
+            self.number,
+            self.address,
+            dict(self.alike),
+            listener=self.listener or meeting.Where(),
+            pool=listener.where,
+        )
+
+    def group(
+        self, links: Mapping[int, Channel], names: Mapping[int, str], listener: Listener, leader: int = 0
+    ) -> Peers:
+        """The group in which this node has its numbers; the first three arguments are as in `Peers`."""
+        own, pool = address_for_ranks(self.address), SparePool(listener, self.alike, self.listener is not None)
+        links = {number: ready(link) for number, link in links.items()}
+        return Peers(self.number, own, self.ranks, links, names, self.size, pool, self.master, leader)
 
 
-def meet(store: Any, place: Place) -> Peers:
+class Occasion(NamedTuple):
+    """Why agents meet, and what is different then.
+
+    limit_s     for the others to come to the one that leads
+    where       returns where that one listens, `Rejected` if it has given up, or None if neither is known yet
+    announce    called by the one that leads with what `where` is to return
+    least       so many must come; 0: all must, and must fit each other
+    listener    of the agent that leads; None: it opens one
+    make_store  called by the agent that leads: makes a store for the ranks, and returns its address and port; None: the
+                ranks have one
+    """
+
+    limit_s: float
+    where: Callable[[], Any]
+    announce: Callable[[meeting.Where | meeting.Rejected], None] = lambda word: None
+    least: int = 0
+    listener: Listener | None = None
+    make_store: Callable[[], str] | None = None
+
+
+def first_start(store: Any) -> Occasion:
+    """`store`: of the rendezvous that they come from, whose keys are this group's own."""
+
+    def where() -> Any:
+        with contextlib.suppress(Exception):  # torch's stores raise errors of their own if a key is not there yet
+            store.wait([_LEADER], timedelta(seconds=_LOOK_AGAIN_S))
+            return decode(store.get(_LEADER), {"Where": meeting.Where, "Rejected": meeting.Rejected})
+        return None
+
+    return Occasion(LIMIT_S, where, lambda word: store.set(_LEADER, encode(word).decode()))
+
+
+def regrouping(order: meeting.Regroup, listener: Listener, make_store: Callable[[], str]) -> Occasion:
+    """All have got the same order, but for their numbers; the other arguments are as in `Occasion`."""
+    return Occasion(AGAIN_LIMIT_S, lambda: order.where, least=order.least, listener=listener, make_store=make_store)
+
+
+def meet(occasion: Occasion, place: Place) -> Peers:
     """Connect to the agents of the other nodes.
 
-    store   of the rendezvous, whose keys are this group's own
+    place   of this node, as far as it is known before
 
-    Blocks _FOLLOWER_LIMIT_S at most. Raises ConfigError on all nodes if they do not fit each other, NotMetError if some
-    agent did not come.
+    Blocks for the limit of the occasion and _FOLLOWERS_MORE_S at most. Raises ConfigError on all nodes if they do not
+    fit each other, NotMetError if too few come.
     """
-    return _lead(store, place) if place.number == 0 else _follow(store, place)
-
-
-def _lead(store: Any, place: Place) -> Peers:
-    listener = Listener(place.address, KNOWN, place.page)
-    with _seen_file(place) as seen, contextlib.ExitStack() as undone:
-        undone.callback(listener.close)
-        where = json.dumps(listener.where | {"seen": seen})
-        arrivals = _gather(listener, place.size, LIMIT_S, lambda: store.set(_LEADER, where))
-        links = [arrival.link for arrival in arrivals.values()]
-        if len(links) < place.size - 1:
-            why = f"{place.size - 1 - len(links)} of {place.size} agents did not connect within {LIMIT_S:.0f} s"
-            store.set(_OFF, why)
-            for link in links:
-                link.close()
-            raise NotMetError(why)
-        reason, cure = _why_unfit(place, arrivals)
-        for link in links:
-            link.send(meeting.Rejected(reason, cure) if reason else meeting.Accepted())
-        if reason:
-            for link in links:
-                link.close()
-            raise ConfigError(reason, cure)
-        undone.pop_all()
-    peers = _led(place, listener, arrivals)
-    peers.without_save_dir = sorted(number for number, arrival in arrivals.items() if not arrival.hello.shares)
-    return peers
+    return _lead(occasion, place) if place.number == 0 else _follow(occasion, place)
 
 
 class _Arrival(NamedTuple):
@@ -118,10 +159,38 @@ class _Arrival(NamedTuple):
     ahead_s: float
 
 
-def _gather(
-    listener: Listener, size: int, limit_s: float, announce: Callable[[], None] = lambda: None
-) -> dict[int, _Arrival]:
-    """Those of the other agents, by node, that come in time; whoever comes later is let in to wait for slots."""
+def _lead(occasion: Occasion, place: Place) -> Peers:
+    listener = occasion.listener or place.open_listener()
+    with contextlib.ExitStack() as undone:
+        undone.callback(listener.close)
+        with _seen_file(place) as seen:
+            where = structs.replace(listener.where, seen=seen)
+            arrivals = _gather(listener, place.size, occasion.limit_s, lambda: occasion.announce(where))
+        refusal = _why_not(occasion, place, arrivals)
+        if refusal is not None:
+            occasion.announce(refusal)
+            for arrival in arrivals:
+                arrival.link.send(refusal)
+                arrival.link.close()
+            refuse(refusal)
+        undone.pop_all()
+    master = place.master if occasion.make_store is None else occasion.make_store()
+    place = replace(place, size=1 + len(arrivals), master=master)
+    come = dict(enumerate(arrivals, start=1))
+    for number, arrival in come.items():
+        arrival.link.send(meeting.Accepted(number, place.size, master))
+    hellos = {number: arrival.hello for number, arrival in come.items()}
+    names = {0: place.address} | {number: hello.address for number, hello in hellos.items()}
+    peers = place.group({number: arrival.link for number, arrival in come.items()}, names, listener)
+    peers.pools = {0: listener.where} | {number: hello.pool for number, hello in hellos.items()}
+    peers.listeners = {0: place.listener or meeting.Where()}
+    peers.listeners |= {number: hello.listener for number, hello in hellos.items()}
+    peers.without_save_dir = [number for number, hello in hellos.items() if not hello.shares]
+    return peers
+
+
+def _gather(listener: Listener, size: int, limit_s: float, announce: Callable[[], None]) -> list[_Arrival]:
+    """Those of the other agents that come in time, by their numbers; who comes later is let in to wait for slots."""
     arrivals: dict[int, _Arrival] = {}
     ends_s = time.monotonic() + limit_s
 
@@ -136,21 +205,7 @@ def _gather(
             for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
                 key.data()
         listener.shut()
-    return arrivals
-
-
-def _led(place: Place, listener: Listener, arrivals: Mapping[int, _Arrival]) -> Peers:
-    """The group that this agent leads."""
-    hellos = {number: arrival.hello for number, arrival in arrivals.items()}
-    names = {number: hello.address for number, hello in hellos.items()} | {0: place.address}
-    links = {number: ready(arrival.link) for number, arrival in arrivals.items()}
-    pool, own = SparePool(listener, place.alike, place.listener is not None), address_for_ranks(place.address)
-    peers = Peers(place.number, own, place.ranks, links, names, place.size, pool, place.master)
-    peers.pools = {0: meeting.Where(**listener.where)} | {number: hello.pool for number, hello in hellos.items()}
-    # Where each node's agent listens if it leads the next group.
-    peers.listeners = {0: place.listener or meeting.Where()}
-    peers.listeners |= {number: hello.listener for number, hello in hellos.items()}
-    return peers
+    return [arrival for _, arrival in sorted(arrivals.items())]
 
 
 @contextlib.contextmanager
@@ -171,76 +226,78 @@ def _seen_file(place: Place) -> Iterator[str]:
             path.unlink(missing_ok=True)
 
 
-def _why_unfit(place: Place, arrivals: Mapping[int, _Arrival]) -> tuple[str, str]:
-    """What differs between nodes, and what to do; ("", "") if they fit each other.
-
-    ahead_s   by how much the clock of each node is ahead of ours
-    """
-    for _, (_, hello, ahead_s) in sorted(arrivals.items()):
+def _why_not(occasion: Occasion, place: Place, arrivals: Sequence[_Arrival]) -> meeting.Rejected | None:
+    """Why the agents that have come are no group: too few, or what differs between nodes; None if they are one."""
+    least, came = occasion.least or place.size, 1 + len(arrivals)
+    if came < least:
+        needed = "all" if least == place.size else f"at least {least}"
+        return meeting.Rejected(f"{came} of {place.size} nodes came within {occasion.limit_s:.0f} s; {needed} must", "")
+    for _, hello, ahead_s in () if occasion.least else arrivals:
         if abs(ahead_s) > CLOCK_LIMIT_S:
             off = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
             why = f"the clock of node {hello.node} ({hello.address}) is {off} that of node 0 ({place.address})"
-            return why, "set the clocks of all nodes, by NTP for example"
+            return meeting.Rejected(why, "set the clocks of all nodes, by NTP for example")
         if place.listener is not None and not hello.shares:
             why = f"node {hello.node} ({hello.address}) does not see the save directory of node 0 ({place.address})"
-            return why, "--elastic needs one that all nodes share (--save-dir)"
+            return meeting.Rejected(why, "--elastic needs one that all nodes share (--save-dir)")
         for name, mine in place.alike.items():
             theirs = hello.alike.get(name, "")
             if theirs != mine:
                 where = f"node 0 ({place.address}) and node {hello.node} ({hello.address})"
-                return f"{where} differ in {name}: {mine} and {theirs}", "start the same on every node"
-    return "", ""
+                return meeting.Rejected(
+                    f"{where} differ in {name}: {mine} and {theirs}", "start the same on every node"
+                )
+    return None
 
 
-def _follow(store: Any, place: Place) -> Peers:
-    ends_s = time.monotonic() + _FOLLOWER_LIMIT_S
-    why = "the agent that leads is not known"
-    while time.monotonic() < ends_s:
-        why_not, where = "", None
-        with contextlib.suppress(Exception):  # torch's stores raise errors of their own if a key is not there yet
-            why_not = store.get(_OFF).decode() if store.check([_OFF]) else ""
-            store.wait([_LEADER], timedelta(seconds=_LOOK_AGAIN_S))
-            where = json.loads(store.get(_LEADER))
-        if why_not:
-            raise NotMetError(why_not)
-        if where is None:
-            continue
-        listener = Listener(place.address, KNOWN, place.page)
-        try:
-            return _connect(place, where, max(_LOOK_AGAIN_S, ends_s - time.monotonic()), listener)
-        except (OSError, EOFError) as error:  # of an earlier group, maybe: a new one comes in its place
-            listener.close()
-            why = f"{where['address']} port {where['port']}: {error}"
-            time.sleep(_LOOK_AGAIN_S)
-        except BaseException:
-            listener.close()
-            raise
+def refuse(refusal: meeting.Rejected) -> NoReturn:
+    """Raise ConfigError, or NotMetError if there is nothing that a user could do."""
+    raise ConfigError(refusal.reason, refusal.cure) if refusal.cure else NotMetError(refusal.reason)
+
+
+def _follow(occasion: Occasion, place: Place) -> Peers:
+    why, ends_s = "it is not known", time.monotonic() + occasion.limit_s + _FOLLOWERS_MORE_S
+    while (left_s := ends_s - time.monotonic()) > 0:
+        where = occasion.where()
+        if isinstance(where, meeting.Rejected):
+            refuse(where)
+        if isinstance(where, meeting.Where):
+            try:
+                return _join(where, place, max(_TRY_AGAIN_S, left_s))
+            except (OSError, EOFError) as error:  # of an earlier group, maybe: a new one comes in its place
+                why = f"{where.address} port {where.port}: {error}"
+        time.sleep(_TRY_AGAIN_S)
     raise NotMetError(f"the agent that leads cannot be reached ({why})")
 
 
-def _connect(place: Place, where: dict[str, Any], limit_s: float, listener: Listener) -> Peers:
-    """`listener`: where this agent listens if it leads later."""
-    sock = socket.create_connection((where["address"], where["port"]), timeout=limit_s)
-    link = Channel(sock, KNOWN)
-    try:
-        shares = bool(where["seen"]) and os.path.exists(where["seen"])
-        next_listener, alike, now_s = place.listener or meeting.Where(), dict(place.alike), time.time()
-        own = meeting.Where(**listener.where)
-        hello = meeting.Hello(where["token"], place.number, place.address, alike, shares, now_s, next_listener, own)
-        link.send(hello)
+def _join(where: meeting.Where, place: Place, limit_s: float) -> Peers:
+    with contextlib.ExitStack() as undone:
+        listener = place.open_listener()
+        undone.callback(listener.close)
+        link = connect(where, place.hello(listener), limit_s)
+        undone.callback(link.close)
         answer: Any = link.receive_with_fds()[0]
-    except (OSError, EOFError):
-        link.close()
-        raise
-    if isinstance(answer, meeting.Rejected):
-        link.close()
-        raise ConfigError(answer.reason, answer.cure)
-    if not isinstance(answer, meeting.Accepted):
-        link.close()
-        raise OSError(f"an answer that is none: {answer}")
-    names, links = {0: where["address"], place.number: place.address}, {0: ready(link)}
-    pool, address = SparePool(listener, place.alike, place.listener is not None), address_for_ranks(place.address)
-    return Peers(place.number, address, place.ranks, links, names, place.size, pool, place.master)
+        if isinstance(answer, meeting.Rejected):
+            refuse(answer)
+        if isinstance(answer, meeting.Deposed):
+            raise NotMetError(answer.reason)
+        if not isinstance(answer, meeting.Accepted):
+            raise OSError(f"an answer that is none: {answer}")
+        undone.pop_all()
+    place = replace(place, number=answer.node, size=answer.size, master=answer.master)
+    return place.group({0: link}, {0: where.address, place.number: place.address}, listener)
+
+
+def connect(where: meeting.Where, hello: meeting.Hello, limit_s: float) -> Channel:
+    """Connect to the agent that listens there, and say who comes. Each wait for it, here and later, has this limit.
+
+    Raises OSError.
+    """
+    sock = socket.create_connection((where.address, where.port), timeout=limit_s)
+    keep_alive(sock)
+    link, shares = Channel(sock, KNOWN), bool(where.seen) and os.path.exists(where.seen)
+    link.send(structs.replace(hello, token=where.token, shares=shares, at_s=time.time()))
+    return link
 
 
 def own_address(named: str | None, endpoint: str, limit_s: float = 0.0) -> str:
@@ -282,80 +339,3 @@ def address_for_ranks(own: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         packed = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
     return socket.inet_ntoa(packed[20:24])
-
-
-AGAIN_LIMIT_S = 30.0  # all have got the order at once, and have to end their ranks
-_FOLLOWER_AGAIN_LIMIT_S = AGAIN_LIMIT_S + 10.0
-_TRY_AGAIN_S = 0.2
-
-
-def meet_again(
-    order: meeting.Regroup, place: Place, listener: Listener, make_store: Callable[[], str]
-) -> tuple[Peers, str]:
-    """Connect to the other agents.
-
-    place        of this node: without its numbers, which are in the order
-    listener         of this agent, at which the others come in if it leads
-    make_store   called by the leader; makes a store for the ranks, and returns its address and port
-
-    returns   the connections; address and port of the ranks' store
-
-    Blocks _FOLLOWER_LIMIT_S at most. Raises NotMetError if too few came.
-    """
-    place = replace(place, number=order.node, size=order.size)
-    return _lead_again(order, place, listener, make_store) if order.node == 0 else _follow_again(order, place)
-
-
-def _lead_again(
-    order: meeting.Regroup, place: Place, listener: Listener, make_store: Callable[[], str]
-) -> tuple[Peers, str]:
-    arrivals = [arrival for _, arrival in sorted(_gather(listener, order.size, AGAIN_LIMIT_S).items())]
-    size = 1 + len(arrivals)
-    if size < order.least:
-        why = f"{size} of at least {order.least} nodes came within {LIMIT_S:.0f} s"
-        for arrival in arrivals:
-            arrival.link.send(meeting.Rejected(why, "start the launchers again: all resume from the checkpoint"))
-            arrival.link.close()
-        listener.close()
-        raise NotMetError(why)
-    master = make_store()
-    for number, arrival in enumerate(arrivals, start=1):
-        arrival.link.send(meeting.Accepted(number, size, master))
-    return _led(replace(place, size=size, master=master), listener, dict(enumerate(arrivals, start=1))), master
-
-
-def _follow_again(order: meeting.Regroup, place: Place) -> tuple[Peers, str]:
-    ends_s, why = time.monotonic() + _FOLLOWER_AGAIN_LIMIT_S, "it does not listen"
-    while time.monotonic() < ends_s:
-        try:
-            return _connect_again(order, place, max(_TRY_AGAIN_S, ends_s - time.monotonic()))
-        except (OSError, EOFError) as error:
-            why = str(error) or type(error).__name__
-            time.sleep(_TRY_AGAIN_S)
-    raise NotMetError(f"{order.where.address}, whose agent would lead, cannot be reached ({why})")
-
-
-def _connect_again(order: meeting.Regroup, place: Place, limit_s: float) -> tuple[Peers, str]:
-    where = order.where
-    sock = socket.create_connection((where.address, where.port), timeout=limit_s)
-    keep_alive(sock)
-    link, own_listener = Channel(sock, KNOWN), Listener(place.address, KNOWN, place.page)
-    pool = SparePool(own_listener, place.alike, sees_needed=True)
-    try:
-        alike, listener = dict(place.alike), place.listener or meeting.Where()
-        own = meeting.Where(**pool.listener.where)
-        link.send(meeting.Hello(where.token, order.node, place.address, alike, True, time.time(), listener, own))
-        answer: Any = link.receive_with_fds()[0]
-    except (OSError, EOFError):
-        link.close()
-        pool.listener.close()
-        raise
-    if not isinstance(answer, meeting.Accepted):
-        link.close()
-        pool.listener.close()
-        is_refusal = isinstance(answer, meeting.Rejected)
-        raise NotMetError(answer.reason if is_refusal else f"an answer that is none: {answer}")
-    names, links = {0: where.address, answer.node: place.address}, {0: ready(link)}
-    own_address = address_for_ranks(place.address)
-    peers = Peers(answer.node, own_address, place.ranks, links, names, answer.size, pool, answer.master)
-    return peers, answer.master

@@ -13,8 +13,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -27,14 +27,14 @@ from ttprun.agent.base.ground import Failure, Verdict
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.base.spare_pool import Listener, RendezvousKeys
 from ttprun.agent.between.latecomers import LOST, MovedStore, Taken, wait_for_slots
-from ttprun.agent.between.rendezvous import KNOWN, NotMetError, Place, meet, meet_again
+from ttprun.agent.between.rendezvous import NotMetError, Place, first_start, meet, regrouping
 from ttprun.agent.launcher.group import NewGroup
 from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcome
 from ttprun.agent.launcher.signals import Signals
 from ttprun.agent.launcher.supervisor import Supervisor
 from ttprun.agent.node.rank_processes import RankHandler
 from ttprun.early_signals import ENDED_BY_SIGNAL
-from ttprun.protocol.meeting import Concluded, Regroup, Where
+from ttprun.protocol.meeting import Concluded, Regroup
 from ttprun.torch_versions import GRACE_S
 
 logger = logging.getLogger("ttprun")
@@ -51,8 +51,7 @@ torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.
 class Meeting:
     """How the agent of this node meets those of the others; by default there are none.
 
-    address, alike, save_dir, page   as in `rendezvous.Place`
-    seen_file    who sees it shares the save directory
+    place        of this node, which has no numbers yet
     moved_store  which this agent serves when it leads; None: the rendezvous needs none
     find_job     returns where the launchers of the job meet if it runs already, host:port; "": nowhere
     nodes        that train
@@ -61,15 +60,11 @@ class Meeting:
     ended_meanwhile   how the job has ended since this launcher was started; None if it has not, as far as is known
     """
 
-    address: str = ""
-    alike: Mapping[str, str] = field(default_factory=dict)
-    save_dir: str = ""
-    seen_file: str = ""
+    place: Place = Place()  # noqa: RUF009 - it is frozen
     moved_store: MovedStore | None = None
     find_job: Callable[[], str] | None = None
     nodes: int = 1
     is_elastic: bool = False
-    page: str = ""
     begin_to_lead: Callable[[], None] = lambda: None
     ended_meanwhile: Callable[[], Outcome | None] = lambda: None
 
@@ -155,26 +150,27 @@ class ReplacingAgent(LocalElasticAgent):
         if group.group_world_size <= 1 and not self.meeting.is_elastic:
             return None
         master = f"{group.master_addr} {group.master_port}"
-        place = self._place(group.group_rank, group.group_world_size, len(group.workers), master)
-        peers = meet(group.store, place)
+        numbers = {"number": group.group_rank, "size": group.group_world_size, "ranks": len(group.workers)}
+        peers = meet(first_start(group.store), self._place(**numbers, master=master))
         self._announce(worker_group, peers)
         return peers
 
-    def _place(self, number: int, size: int, ranks: int, master: str = "") -> Place:
-        meeting = self.meeting
-        listener = self._next_listener()
-        how = {"master": master, "save_dir": meeting.save_dir, "page": meeting.page}
-        return Place(number, size, ranks, meeting.address, meeting.alike, **how, listener=listener)
+    def _place(self, **numbers: Any) -> Place:
+        """This node, with a listener for the next group if that may be on other nodes."""
+        if not self.meeting.is_elastic:
+            return replace(self.meeting.place, **numbers)
+        self._listener = self.meeting.place.open_listener()
+        return replace(self.meeting.place, **numbers, listener=self._listener.where)
 
     def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
         """Name the spare pool of a group that this agent leads."""
         if peers.pool is None or peers.is_follower:
             return
-        where = peers.pool.listener.where | {"seen": self.meeting.seen_file}
+        where = peers.pool.listener.where
         moved, keys = self.meeting.moved_store, self._rendezvous_keys(worker_group)
         try:
             if moved is not None:
-                moved.announce(self.meeting.address, where)
+                moved.announce(self.meeting.place.address, where)
             if keys is not None:
                 keys.announce(where)
         except Exception as error:  # torch's stores raise errors of their own
@@ -183,35 +179,29 @@ class ReplacingAgent(LocalElasticAgent):
 
     # Another group, on other nodes.
 
-    def _next_listener(self) -> Where | None:
-        """Where this agent listens if it leads the next group; None: there is none on other nodes."""
-        if not self.meeting.is_elastic:
-            return None
-        self._listener = Listener(self.meeting.address, KNOWN, self.meeting.page)
-        return Where(**self._listener.where)
-
     def _meet_again(self, worker_group: WorkerGroup, order: Regroup) -> None:
         """Take the place in a group that the order names. Raises SignalException if too few nodes come."""
         listener = self._listener
         assert listener is not None
         self._order, self._again, self._taken = order, None, None
         group: Any = worker_group
-        ranks = group.spec.local_world_size
-        place = self._place(order.node, order.size, ranks)
+        place = self._place(number=order.node, size=order.size, ranks=group.spec.local_world_size)
         try:
-            self._again, master = meet_again(order, place, listener, self._make_store)
+            self._again = meet(regrouping(order, listener, self._make_store), place)
         except NotMetError as error:
             reason = f"{order.reason}; the nodes have not met again: {error}"
             self.supervisor.node.conclude(Verdict("fail", reason))
             raise SignalException(reason, signal.SIGTERM) from None
         self._remaining_restarts -= 0 if order.place else 1
         group.spec.max_restarts = order.attempt + self._remaining_restarts
-        self._join_group(worker_group, self._again, master)
+        self._join_group(worker_group, self._again)
 
     def _make_store(self) -> str:
         """A store for the ranks of the next group; returns its address and port."""
-        self._ranks_store = torch_distributed.TCPStore(self.meeting.address, 0, is_master=True, wait_for_workers=False)
-        return f"{self.meeting.address} {self._ranks_store.port}"
+        self._ranks_store = torch_distributed.TCPStore(
+            self.meeting.place.address, 0, is_master=True, wait_for_workers=False
+        )
+        return f"{self.meeting.place.address} {self._ranks_store.port}"
 
     # Slots of a lost node.
 
@@ -220,7 +210,7 @@ class ReplacingAgent(LocalElasticAgent):
         verdict = self.supervisor.node.verdict
         order = None if verdict is None else verdict.regroup
         self._taken = self._again = None
-        if order is None and not self._has_entered and self.meeting.alike:
+        if order is None and not self._has_entered and self.meeting.place.alike:
             answer = self._wait_for_slots(worker_group)
             if isinstance(answer, Taken):
                 self._taken = answer
@@ -230,7 +220,7 @@ class ReplacingAgent(LocalElasticAgent):
         if order is not None:
             self._meet_again(worker_group, order)
         elif self._taken is not None:
-            self._join_group(worker_group, self._taken.peers, self._taken.master)
+            self._join_group(worker_group, self._taken.peers)
         else:
             with self._looking_for_job(worker_group.spec.rdzv_handler):
                 super()._rendezvous(worker_group)
@@ -267,11 +257,8 @@ class ReplacingAgent(LocalElasticAgent):
             is_over.set()
             holder.sync = sync
 
-    def _join_group(self, worker_group: WorkerGroup, peers: Peers, master: str) -> None:
-        """Let the group be as the others have it.
-
-        master   address and port of the ranks' store
-        """
+    def _join_group(self, worker_group: WorkerGroup, peers: Peers) -> None:
+        """Let the group be as the others have it."""
         group: Any = worker_group
         size, first = peers.size * peers.ranks_per_node, peers.node * peers.ranks_per_node
         everywhere = {"world_size": size, "role_world_size": size}
@@ -280,7 +267,7 @@ class ReplacingAgent(LocalElasticAgent):
             Worker(number, global_rank=first + number, role_rank=first + number, **everywhere) for number in numbers
         ]
         group.group_rank, group.group_world_size = peers.node, peers.size
-        group.master_addr, port = master.split()
+        group.master_addr, port = peers.master.split()
         group.master_port = int(port)
         self._store = group.store = group.spec.rdzv_handler._store
 
@@ -312,12 +299,10 @@ class ReplacingAgent(LocalElasticAgent):
         while time.monotonic() < ends_s:
             self._end_with_job(worker_group)
             where = rendezvous_keys.announced()
-            if where is None or where["token"] in is_over:
+            if where is None or where.token in is_over:
                 time.sleep(_LOOK_AGAIN_S)
                 continue
-            listener = self._next_listener()
-            meeting = self.meeting
-            taken = wait_for_slots(where, meeting.address, meeting.alike, warm_up, listener, meeting.page)
+            taken = wait_for_slots(where, self._place(), warm_up)
             if isinstance(taken, Taken | Regroup):
                 return taken
             if taken is None:  # nobody is there, or not yet
@@ -326,7 +311,7 @@ class ReplacingAgent(LocalElasticAgent):
             if taken.kind not in ("restart", "resize", "leave", LOST):
                 self._end_like_job(worker_group, taken)
             if taken.kind != LOST:  # else the network was down: its agent may lead yet
-                is_over.add(where["token"])
+                is_over.add(where.token)
             ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         return None
 

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from ttprun import __version__, torch_versions
 from ttprun.agent.between.latecomers import JobFinder, MovedStore
-from ttprun.agent.between.rendezvous import address_for_ranks, own_address
+from ttprun.agent.between.rendezvous import Place, address_for_ranks, own_address
 from ttprun.agent.launcher.elastic_agent import JobFoundError, Meeting, ReplacingAgent
 from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcomes
 from ttprun.agent.launcher.signals import Signals
@@ -178,7 +178,7 @@ def launch(
         if seen is not None:
             seen.parent.mkdir(parents=True, exist_ok=True)
             seen.touch()
-            meeting = replace(meeting, seen_file=str(seen))
+            meeting = replace(meeting, place=replace(meeting.place, seen=str(seen)))
         words = command_of({"args": args}) if is_python else []
         resumption = Resumption(config, store, world_size, words, is_place_named, is_on_several)
         supervisor = Supervisor(
@@ -272,8 +272,8 @@ def _meeting_of(config: Config, launch_config: torch_launcher.LaunchConfig, args
         "ranks (--nproc-per-node)": str(launch_config.nproc_per_node),
         "the script": hash_of(words[0]) if words else "",
     }
-    save_dir, nodes = config.save_dir or "", launch_config.max_nodes
-    return Meeting(address, alike, save_dir, nodes=nodes, is_elastic=config.elastic, page=page)
+    place = Place(address, alike, config.save_dir or "", page=page)
+    return Meeting(place, nodes=launch_config.max_nodes, is_elastic=config.elastic)
 
 
 def hash_of(path: str) -> str:
