@@ -13,7 +13,7 @@ from tests.agent.nodes import node_of
 from ttprun.agent.base.ground import Failure, FirstFailure
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.between.agent import Agent, Follower
-from ttprun.protocol import meeting, node_messages
+from ttprun.protocol import meeting
 from ttprun.protocol.board import SHARED, Field
 
 OWN = Failure(1, 77, -9, "killed", traceback="of its own")
@@ -62,7 +62,7 @@ def node(tmp_path: Path) -> Agent:
 def arrive(node: Agent, seen_ns: int) -> int:
     """A row of rank 1 comes, some time after it was sent; returns when its hooks noted something, on our clock."""
     values = [seen_ns if field == Field.SEEN_NS else 0 for field in SHARED]
-    node.copy_in([node_messages.BoardRow(1, values, "S", 1.0)], time.monotonic_ns() + AHEAD_NS)
+    node.copy_in([meeting.BoardRow(1, values, "S", 1.0)], time.monotonic_ns() + AHEAD_NS)
     return node.board.get(1, Field.SEEN_NS)
 
 

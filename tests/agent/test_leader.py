@@ -122,7 +122,7 @@ def test_a_process_that_has_ended_is_not_heard_any_more_on_whichever_node_it_was
     for slot in node.slots:
         slot.pid = 200 + slot.rank
     message = RankFrozen(1, 4, "w")
-    stands = node_messages.Rows(1, [node_messages.BoardRow(1, [4] * len(SHARED), "S", 2.5)])
+    stands = node_messages.Rows(1, [meeting.BoardRow(1, [4] * len(SHARED), "S", 2.5)])
 
     for pid in (100, 200):
         leader.report(0, node_messages.Said(0, pid, message))

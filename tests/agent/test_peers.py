@@ -101,7 +101,7 @@ def test_a_long_message_to_all_nodes_crosses_packed_and_is_taken_as_it_was() -> 
     link = Channel(ours)
     link.waits = False
     leader = Peers(0, "10.0.0.1", 2, {1: link}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
-    rows = node_messages.Rows(1, [node_messages.BoardRow(rank, [0] * len(SHARED)) for rank in range(1000)])
+    rows = node_messages.Rows(1, [meeting.BoardRow(rank, [0] * len(SHARED)) for rank in range(1000)])
     other = Channel(theirs, {"Packed": meeting.Packed, "Rows": node_messages.Rows})
 
     leader.to_all(rows)

@@ -120,7 +120,7 @@ class Agent:
         code = (errno.ECONNREFUSED if has_ended else 0) if is_there else errno.ETIMEDOUT
         done(None if code else LINK, code)
 
-    def report_to(self, following: int, sock: object, listener: meeting.Where) -> None:
+    def report_to(self, following: int, sock: object, token: str) -> None:
         heir: Any = SimpleNamespace(link=LINK)
         self.network.agents[following].succession._heirs[self.number] = heir
         self.peers.leader = following

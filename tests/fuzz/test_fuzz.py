@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.damage import damaged, with_each_text_replaced
 from tests.fuzz.targets import OF_NODES, TARGETS, traffic
-from ttprun.protocol import node_messages
+from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import FINISHED, SHARED, Field
 from ttprun.protocol.codec import decode
 
@@ -41,7 +41,7 @@ def test_what_agents_send_each_other_is_taken_also_of_a_rank_that_has_finished()
 
     reasons = [
         node_messages.why_unfit(message, 2)
-        for message in (*messages, node_messages.Rows(1, [node_messages.BoardRow(1, values)]))
+        for message in (*messages, node_messages.Rows(1, [meeting.BoardRow(1, values)]))
     ]
 
     assert len(reasons) > 20

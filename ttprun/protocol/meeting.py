@@ -17,7 +17,7 @@ from enum import Enum
 
 from msgspec import field
 
-from ttprun.protocol.codec import Message
+from ttprun.protocol.codec import Message, OfGeneration
 from ttprun.protocol.reason import Reason
 
 WAITS, ASKS = -1, -2  # in place of a node's number
@@ -41,6 +41,66 @@ class Where(Message, frozen=True):
     store: str = ""
 
 
+class BoardRow(Message, frozen=True):
+    """How a rank of the sender's node stands.
+
+    values   columns of its row of the board, as in `board.SHARED`
+    state    letter of its process in /proc/PID/stat; "": there is none
+    cpu_s    processor time of its process
+    """
+
+    rank: int
+    values: list[int]
+    state: str = ""
+    cpu_s: float = 0.0
+
+
+class GroupMembership(Enum):
+    """A rank's connection with the others."""
+
+    UNKNOWN = "unknown"  # it has neither taken a step nor made a process group
+    JOINED = "joined"  # it has made a process group with others
+    ALONE = "alone"  # it takes its steps without one
+
+
+class Legacy(Message, frozen=True):
+    """How one rank stands after the leader was lost.
+
+    pid         of its newest process, which may have ended; 0: its agent is lost, too
+    boundary    of one that is lost: the newest that it has recorded
+    code        of one that is lost: the exit code of its process, or minus the signal that ended it
+    crashed_at  as in `RankExited`
+    membership  what it has reported of its groups last
+    unprotected, hindrance   why it cannot be replaced, or not now; none if it can
+    """
+
+    rank: int
+    pid: int = 0
+    is_present: bool = False
+    is_protected: bool = False
+    is_finished: bool = False
+    is_lost: bool = False
+    boundary: int = 0
+    code: int = 0
+    reason: str = ""
+    crashed_at: str = ""
+    membership: GroupMembership = GroupMembership.UNKNOWN
+    unprotected: Reason = Reason()
+    hindrance: Reason = Reason()
+
+
+class Remains(OfGeneration, frozen=True):
+    """What a follower reports to the next leader: how its ranks stand.
+
+    generation   the newest that it knows of
+    rows         of its ranks
+    """
+
+    ranks: list[Legacy]
+    now_ns: int
+    rows: list[BoardRow]
+
+
 class Hello(Message, frozen=True):
     """A follower has connected.
 
@@ -52,6 +112,7 @@ class Hello(Message, frozen=True):
     at_s      time of the node's clock, seconds since 1970
     listener      where this agent would listen if it led the next group
     pool      where this agent listens if the one that leads is lost
+    remains   what it has, if it comes to the next leader of the same group
     """
 
     token: str
@@ -62,6 +123,7 @@ class Hello(Message, frozen=True):
     at_s: float = 0.0
     listener: Where = Where()
     pool: Where = Where()
+    remains: Remains | None = None
 
 
 class Accepted(Message, frozen=True):
@@ -187,40 +249,6 @@ class Concluded(Message, frozen=True):
     exit_code: int
     ended_by: int = 0
     reason_kind: str = ""
-
-
-class GroupMembership(Enum):
-    """A rank's connection with the others."""
-
-    UNKNOWN = "unknown"  # it has neither taken a step nor made a process group
-    JOINED = "joined"  # it has made a process group with others
-    ALONE = "alone"  # it takes its steps without one
-
-
-class Legacy(Message, frozen=True):
-    """How one rank stands after the leader was lost.
-
-    pid         of its newest process, which may have ended; 0: its agent is lost, too
-    boundary    of one that is lost: the newest that it has recorded
-    code        of one that is lost: the exit code of its process, or minus the signal that ended it
-    crashed_at  as in `RankExited`
-    membership  what it has reported of its groups last
-    unprotected, hindrance   why it cannot be replaced, or not now; none if it can
-    """
-
-    rank: int
-    pid: int = 0
-    is_present: bool = False
-    is_protected: bool = False
-    is_finished: bool = False
-    is_lost: bool = False
-    boundary: int = 0
-    code: int = 0
-    reason: str = ""
-    crashed_at: str = ""
-    membership: GroupMembership = GroupMembership.UNKNOWN
-    unprotected: Reason = Reason()
-    hindrance: Reason = Reason()
 
 
 class Known(Message, frozen=True):

@@ -16,7 +16,7 @@ from ttprun.protocol import channel, meeting
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.codec import Message, OfGeneration, Refused, decode, decode_fields, encode, fields_of
 from ttprun.protocol.from_rank import Put, RankFrozen
-from ttprun.protocol.meeting import Known, Legacy
+from ttprun.protocol.meeting import BoardRow, Known
 from ttprun.protocol.process_orders import KillRank, ParkRank, Rewind, SpawnRank, TakeBack
 from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.standby_messages import WarmUp
@@ -61,20 +61,6 @@ _LARGEST = 1 << 63  # what a cell of the board cannot hold
 _LONGEST_S = 1e9
 _LATEST_NS = 1 << 62  # of a time, which is moved to the receiver's clock
 _TIMES = [SHARED.index(column) for column in (Field.SEEN_NS, Field.PULSE_NS)]
-
-
-class BoardRow(Message, frozen=True):
-    """How a rank of the sender's node stands.
-
-    values   columns of its row of the board, as in `board.SHARED`
-    state    letter of its process in /proc/PID/stat; "": there is none
-    cpu_s    processor time of its process
-    """
-
-    rank: int
-    values: list[int]
-    state: str = ""
-    cpu_s: float = 0.0
 
 
 class Rows(Message, frozen=True):
@@ -155,23 +141,11 @@ class Leaving(Message, frozen=True):
     reason: str
 
 
-class Remains(OfGeneration, frozen=True):
-    """What a follower reports to the next leader, before anything else.
-
-    generation   the newest that it knows of
-    rows         of its ranks
-    """
-
-    ranks: list[Legacy]
-    now_ns: int
-    rows: list[BoardRow]
-
-
 Report = (
     Said | RankStarted | SpawnFailed | RankExited | MismatchFound | StopAsked
     | FaultAsked | PartStored | Records | Leaving
 )  # fmt: skip
-OfFollower = Report | Rows | Remains | meeting.Hello | meeting.Deposed
+OfFollower = Report | Rows | meeting.Hello | meeting.Deposed
 
 
 def why_unfit(message: Any, world_size: int) -> str:

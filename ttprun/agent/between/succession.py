@@ -1,7 +1,7 @@
 """The agent that leads is lost: the next one leads, and the others connect to it.
 
 Next is the lowest node whose agent is not known to be lost. It waits for what the others report of their ranks
-(`node_messages.Remains`), makes a job of that (`recovery.succeed`), and answers the loss of the old leader's node like
+(`meeting.Remains`), makes a job of that (`recovery.succeed`), and answers the loss of the old leader's node like
 that of any other. Until then no orders are given: a replacement that has not caught up is ended, since its orders are
 lost.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import selectors
 import socket
 import time
 from collections.abc import Callable
@@ -60,7 +59,7 @@ class _Heir:
     """
 
     link: Channel
-    remains: node_messages.Remains
+    remains: meeting.Remains
     later: list[Any]
 
 
@@ -155,7 +154,7 @@ class Succession:
 
         def done(sock: socket.socket | None, code: int) -> None:
             if sock is not None:
-                self._report_to(following, sock, listener)
+                self._report_to(following, sock, listener.token)
                 return
             if code == errno.ECONNREFUSED and not self._lost.keys() & peers.cut_off:
                 self._ended.add(following)
@@ -165,23 +164,21 @@ class Succession:
 
         self._dial(listener, _CONNECT_LIMIT_S, done)
 
-    def _report_to(self, following: int, sock: socket.socket, listener: meeting.Where) -> None:
+    def _report_to(self, following: int, sock: socket.socket, token: str) -> None:
         """Connected to the next leader: it hears how the ranks here stand."""
         node, peers = self.node, self.node.peers
-        link = Channel(sock, KNOWN)
-        peers.follow(following, link)
-        peers.to_leader(meeting.Hello(listener.token, peers.node, listener.address, {}))
-        peers.to_leader(self._remains())
+        peers.follow(following, Channel(sock, KNOWN))
+        peers.to_leader(meeting.Hello(token, peers.node, peers.names[peers.node], {}, remains=self._remains()))
         if node.ended_by:
             reason = f"ended by signal {node.ended_by}"
             peers.to_leader(StopAsked(at_s=time.monotonic(), reason=reason, signal=node.ended_by))
         node.log("leader_followed", node=following)
 
-    def _remains(self) -> node_messages.Remains:
+    def _remains(self) -> meeting.Remains:
         node = self.node
         ranks = [self._left(slot) for slot in node.here]
         every = [node.row_of(slot.rank) for slot in node.here]
-        return node_messages.Remains(node.generation, ranks, time.monotonic_ns(), every)
+        return meeting.Remains(node.generation, ranks, time.monotonic_ns(), every)
 
     def _left(self, slot: Process) -> Legacy:
         """How a rank of this node stands."""
@@ -212,33 +209,11 @@ class Succession:
     def _came(self, link: Channel, hello: meeting.Hello) -> None:
         if hello.node not in self._expected:
             self._early.append((link, hello))  # it waits for slots
-            self.look()
-            return
-        messages = link.read_kept()
-        selector = self.node.selector
-
-        def read() -> None:
-            try:
-                arrived = link.read_available()
-            except (EOFError, OSError):
-                selector.unregister(link.sock)
-                link.close()
-                return
-            if arrived:
-                selector.unregister(link.sock)
-                self._take(hello.node, link, arrived)
-
-        if messages:
-            self._take(hello.node, link, messages)
-        else:
-            selector.register(link.sock, selectors.EVENT_READ, read)
-
-    def _take(self, number: int, link: Channel, messages: list[Any]) -> None:
-        remains, *later = messages
-        if not isinstance(remains, node_messages.Remains) or node_messages.why_unfit(remains, len(self.node.slots)):
+        elif hello.remains is None or node_messages.why_unfit(hello.remains, len(self.node.slots)):
             link.close()
             return
-        self._heirs[number] = _Heir(link, remains, later)
+        else:
+            self._heirs[hello.node] = _Heir(link, hello.remains, link.read_kept())
         self.look()
 
     def look(self) -> None:

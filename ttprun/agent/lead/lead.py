@@ -23,7 +23,7 @@ from ttprun.observe.run_directory import RankStack
 from ttprun.protocol import from_rank, node_messages, process_orders, to_rank
 from ttprun.protocol.board import AWAITED, SHARED, Board, Field
 from ttprun.protocol.from_rank import GroupJournal
-from ttprun.protocol.meeting import Legacy
+from ttprun.protocol.meeting import BoardRow, Legacy
 from ttprun.protocol.node_messages import Order, Report
 from ttprun.protocol.rank_events import Event, RankExited
 
@@ -212,11 +212,11 @@ class Lead(Ground):
 
     # How ranks stand, for the other nodes.
 
-    def row_of(self, rank: int) -> node_messages.BoardRow:
+    def row_of(self, rank: int) -> BoardRow:
         """How one rank stands."""
         values, slot = [self.board.get(rank, field) for field in SHARED], self.slots[rank]
         how = self.eyes.state_of(rank) if slot.is_here else (slot.state, slot.cpu_s)
-        return node_messages.BoardRow(rank, values, *how)
+        return BoardRow(rank, values, *how)
 
     def rows_of(self, ranks: Iterable[int], is_awaited: bool = False) -> node_messages.Rows:
         """How these ranks, of any node, stand now.
@@ -231,7 +231,7 @@ class Lead(Ground):
         if ranks and self.peers.connected:
             self.peers.to_all(self.rows_of(ranks, is_awaited=True))
 
-    def copy_in(self, rows: Iterable[node_messages.BoardRow], now_ns: int) -> None:
+    def copy_in(self, rows: Iterable[BoardRow], now_ns: int) -> None:
         """Write how other nodes' ranks stand to our board, and wake who waits for it.
 
         now_ns   when they were sent, on the sender's clock
