@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.agent.encoded import EncodedWire
+from tests.agent.nodes import Lead
 from tests.agent.starting import LIMIT_S, start_of
 from tests.options import OPTIONS
 from ttprun.agent.base import stack_dumps
@@ -68,3 +69,11 @@ def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
     yield become
     for fd in fds:
         os.close(fd)
+
+
+@pytest.fixture
+def lead() -> Iterator[Lead]:
+    found = Lead()
+    yield found
+    found.peers.close(found.selector)
+    found.selector.close()

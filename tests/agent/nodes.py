@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import selectors
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
@@ -11,12 +13,17 @@ from typing import Any, TypeVar
 
 from ttprun import recovery
 from ttprun.agent.base.peers import Peers
+from ttprun.agent.base.spare_pool import Listener, SparePool
+from ttprun.agent.between import rendezvous
 from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.lead import Row
 from ttprun.agent.node.node import Process
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.rank_events import Event
+
+LIMIT_S = 60.0
+ALIKE = {"ttprun": "1.0", "the script": "abc"}
 
 
 def ignore(event: Event) -> None: ...
@@ -72,6 +79,26 @@ class Store:
         with self._changed:
             if not self._changed.wait_for(lambda: self.check(keys), limit.total_seconds()):
                 raise RuntimeError("wait timeout")
+
+
+class Lead:
+    """The agent that leads two nodes, of which the second is lost; its supervisor's loop runs here."""
+
+    def __init__(self) -> None:
+        listener = Listener("127.0.0.1", rendezvous.KNOWN)
+        self.where, pool = listener.where, SparePool(listener, ALIKE)
+        names = {0: "127.0.0.1", 1: "10.0.0.2"}
+        self.peers = Peers(0, "127.0.0.1", 2, {}, names, 2, pool, "10.0.0.1 29500")
+        self.selector = selectors.DefaultSelector()
+        self.came: list[str] = []
+        self.peers.watch(self.selector, lambda node, message: None, lambda node, why: None, self.came.append)
+
+    def run(self, is_done: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + LIMIT_S
+        while not is_done():
+            assert time.monotonic() < ends_s
+            for key, _ in self.selector.select(0.05):
+                key.data()
 
 
 def node_of(directory: Path, *slots: Process, advance: Callable[[Event], None] = ignore, **config: Any) -> Agent:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.agent.test_spare_pool import LIMIT_S, Lead
+from tests.agent.nodes import LIMIT_S, Lead
 from tests.nodes import free_port
 from ttprun.agent.base.spare_pool import RendezvousKeys, read_where, write_where
 from ttprun.agent.between import latecomers
@@ -18,14 +18,6 @@ from ttprun.agent.between.latecomers import JobFinder, MovedStore
 from ttprun.protocol import meeting
 
 LOST = "127.0.0.9"  # nobody listens there
-
-
-@pytest.fixture
-def lead() -> Iterator[Lead]:
-    found = Lead()
-    yield found
-    found.peers.close(found.selector)
-    found.selector.close()
 
 
 @pytest.fixture

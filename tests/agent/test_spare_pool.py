@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.agent.nodes import Store
-from ttprun.agent.base.peers import Peers
-from ttprun.agent.base.spare_pool import Listener, RendezvousKeys, SparePool, read_where, write_where
+from tests.agent.nodes import ALIKE, LIMIT_S, Lead, Store
+from ttprun.agent.base.spare_pool import RendezvousKeys, read_where, write_where
 from ttprun.agent.between import rendezvous
 from ttprun.agent.between.latecomers import LOST, Taken, wait_for_slots
 from ttprun.agent.between.rendezvous import Place
@@ -22,37 +20,6 @@ from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.standby_messages import WarmUp
-
-ALIKE = {"ttprun": "1.0", "the script": "abc"}
-LIMIT_S = 60.0
-
-
-class Lead:
-    """The agent that leads two nodes, of which the second is lost; its supervisor's loop runs here."""
-
-    def __init__(self) -> None:
-        listener = Listener("127.0.0.1", rendezvous.KNOWN)
-        self.where, pool = listener.where, SparePool(listener, ALIKE)
-        names = {0: "127.0.0.1", 1: "10.0.0.2"}
-        self.peers = Peers(0, "127.0.0.1", 2, {}, names, 2, pool, "10.0.0.1 29500")
-        self.selector = selectors.DefaultSelector()
-        self.came: list[str] = []
-        self.peers.watch(self.selector, lambda node, message: None, lambda node, why: None, self.came.append)
-
-    def run(self, is_done: Callable[[], bool]) -> None:
-        ends_s = time.monotonic() + LIMIT_S
-        while not is_done():
-            assert time.monotonic() < ends_s
-            for key, _ in self.selector.select(0.05):
-                key.data()
-
-
-@pytest.fixture
-def lead() -> Iterator[Lead]:
-    found = Lead()
-    yield found
-    found.peers.close(found.selector)
-    found.selector.close()
 
 
 @pytest.fixture
@@ -75,16 +42,11 @@ def wait(warm: list[tuple[list[str], list[str]]]) -> Iterator[Callable[..., Futu
 Wait = Callable[..., "Future[Any]"]
 
 
-def anybody(address: str) -> bool:
-    """All nodes may train."""
-    return True
-
-
 def test_who_waits_gets_the_slots_of_a_lost_node_with_the_records_of_its_ranks(lead: Lead, wait: Wait) -> None:
     waiting = wait(lead.where)
     lead.run(lambda: bool(lead.came))
 
-    address = lead.peers.slot(1, anybody)
+    address = lead.peers.slot(1, lambda address: True)
     for rank in (2, 3):
         lead.peers.send(1, node_messages.Records(rank, f"of rank {rank}"))
     taken = waiting.result(LIMIT_S)
@@ -115,11 +77,6 @@ def test_who_waits_knows_what_the_ranks_have_imported_whether_it_came_before_or_
     assert [one.result(LIMIT_S).kind for one in waiting] == [LOST, LOST]
 
 
-def test_nobody_gets_slots_if_nobody_waits(lead: Lead) -> None:
-    assert lead.peers.slot(1, anybody) is None
-    assert not lead.peers.is_connected(1)
-
-
 def test_who_may_not_train_is_passed_over_and_keeps_its_place(lead: Lead, wait: Wait) -> None:
     waiting = wait(lead.where)
     lead.run(lambda: bool(lead.came))
@@ -127,6 +84,7 @@ def test_who_may_not_train_is_passed_over_and_keeps_its_place(lead: Lead, wait: 
     address = lead.peers.slot(1, lambda address: False)
 
     assert address is None
+    assert not lead.peers.is_connected(1)
     assert len(lead.peers.pool or ()) == 1
     lead.peers.close(lead.selector)
     assert waiting.result(LIMIT_S).kind == LOST
@@ -222,14 +180,6 @@ def test_where_a_group_is_stands_in_the_save_directory_for_who_cannot_reach_the_
     assert read_where(str(file)) == where
     assert file.stat().st_mode & 0o077 == 0, "it has the token"
     assert list(file.parent.iterdir()) == [file]
-
-
-def test_who_has_come_by_another_store_counts_where_the_job_is_found(tmp_path: Path) -> None:
-    store = Store()
-
-    RendezvousKeys(store, "job").announce(meeting.Where("10.0.0.1", 7, "secret"), arrived=2)
-
-    assert RendezvousKeys(store, "job").arrive() == 3
 
 
 def test_who_comes_while_the_job_saves_its_state_and_ends_is_for_its_next_start(lead: Lead, wait: Wait) -> None:

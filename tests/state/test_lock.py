@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.state.making import locked, names, take
-from ttprun.state.files import SaveDirectoryInUseError
-from ttprun.state.store import LOCK_NAME, CheckpointStore
+from tests.state.making import DESCRIPTION, locked, names, take
+from ttprun.state.files import CannotWriteError, SaveDirectoryInUseError
+from ttprun.state.store import LOCK_NAME, CheckpointStore, read_latest
 
 HOLD = """
 import sys
@@ -63,12 +63,16 @@ def test_a_lock_that_was_given_back_can_be_taken_and_leaves_no_name(tmp_path: Pa
 
 
 def test_looking_needs_no_lock_but_writing_does(tmp_path: Path) -> None:
-    taken = take(locked(tmp_path), 10)
-    other = CheckpointStore(tmp_path)
+    given_up, other = locked(tmp_path), CheckpointStore(tmp_path)
+    taken, draft = take(given_up, 10), given_up.begin(11)
 
     assert other.checkpoints() == [taken]
     with pytest.raises(RuntimeError, match="without the lock"):
         other.begin(20)
+    given_up.unlock()
+    with pytest.raises(CannotWriteError, match="has given the directory back"):
+        draft.commit(DESCRIPTION)
+    assert other.checkpoints() == [taken]
 
 
 def test_what_a_dead_job_left_half_done_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -92,3 +96,20 @@ def test_a_draft_that_was_given_up_makes_room_for_the_next_of_its_boundary(tmp_p
 
     assert not taken.file("rank-00001.msgpack").exists()
     assert names(tmp_path) == {"step-00000010", "latest"}
+
+
+def test_a_launcher_that_was_cut_off_and_comes_back_changes_nothing_that_the_next_one_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda fd, how: None)  # the server has given its lock to another host
+    cut_off, following = locked(tmp_path), locked(tmp_path)
+    draft = cut_off.begin(40)
+    take(following, 60)
+
+    for attempt in (lambda: draft.commit(DESCRIPTION), lambda: take(cut_off, 41)):
+        with pytest.raises(CannotWriteError, match="another launcher has written step-00000060 since"):
+            attempt()
+
+    assert read_latest(tmp_path) == "step-00000060"
+    assert names(tmp_path) == {"step-00000060", "latest"}
+    assert take(following, 70).is_valid

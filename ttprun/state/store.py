@@ -237,6 +237,7 @@ class CheckpointStore:
         self._keep = keep
         self._at = at
         self._lock: DirectoryLock | None = None
+        self._newest = 0  # of the last checkpoint that was there when we took the lock, or that we have written since
         # What `verify` has found damaged, though its sizes are right.
         self._damaged: dict[str, str] = {}
 
@@ -253,6 +254,7 @@ class CheckpointStore:
                     _remove(self.save_dir / name)
         except OSError as error:
             raise cannot_write(error, self.save_dir) from error
+        self._newest = _newest_of(self.checkpoints())
 
     @property
     def is_locked(self) -> bool:
@@ -306,15 +308,28 @@ class CheckpointStore:
     def _publish(
         self, draft: Draft, description: Description, entries: dict[str, FileEntry], missing: Sequence[str]
     ) -> Checkpoint:
-        """Turn a draft with all its files into a checkpoint. Raises OSError up to the rename, nothing after it."""
+        """Turn a draft with all its files into a checkpoint. Raises OSError up to the rename, nothing after it.
+
+        Also raises CannotWriteError if this launcher may not write here any more. A file system over a network gives
+        the lock of a host that it cannot reach to another one, or has no locks, and the first host may come back.
+        """
+        why_not = f"no checkpoint was written to '{self.save_dir}'"
+        if self._lock is None:
+            raise CannotWriteError(f"{why_not}: this launcher has given the directory back", "raise persist_timeout_s")
         earlier = self.checkpoints()
+        since = next((saved.name for saved in earlier if saved.sequence > self._newest), "")
+        if since:
+            raise CannotWriteError(
+                f"{why_not}: another launcher has written {since} since this one took the directory",
+                "if this node was cut off, another one leads; else name another directory with --save-dir",
+            )
         manifest = Manifest(
             **dict(description),
             completed=not missing,
             missing=tuple(missing),
-            run_id=self._lock.run_id if self._lock else "",
+            run_id=self._lock.run_id,
             boundary=draft.boundary,
-            sequence=1 + max((checkpoint.sequence for checkpoint in earlier), default=0),
+            sequence=1 + _newest_of(earlier),
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             versions={"ttprun": __version__, "torch": version("torch"), "python": platform.python_version()},
             files=entries,
@@ -328,6 +343,7 @@ class CheckpointStore:
             _remove(pointer)
             write_file(pointer, [f"{target.name}\n".encode()])
             self._at("pointer written")
+        self._newest = manifest.sequence
         draft.folder.rename(target)
         published = Checkpoint(target, manifest, draft.boundary, inspect(target).reason)
         self._finish(published, pointer)
@@ -375,6 +391,11 @@ def read_latest(save_dir: Path) -> str | None:
     with suppress(OSError, ValueError):
         return (save_dir / LATEST_NAME).read_text(encoding="utf-8").strip() or None
     return None
+
+
+def _newest_of(checkpoints: Sequence[Checkpoint]) -> int:
+    """The highest sequence."""
+    return max((checkpoint.sequence for checkpoint in checkpoints), default=0)
 
 
 def last_written_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
