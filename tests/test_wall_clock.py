@@ -12,7 +12,6 @@ CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datet
 # Where it is read, and why a jump does no harm.
 ALLOWED = {
     "agent/between/rendezvous.py": "launchers that first meet must agree on it, and nothing runs yet",
-    "agent/between/latecomers.py": "part of the greeting",
     "agent/base/ground.py": "a date in torch's error file",
     "agent/lead/hang_detector.py": "which flight records a hang's report names",
     "cli/machine_checks.py": "`ttprun doctor` says that the clock is wrong",

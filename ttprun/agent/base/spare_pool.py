@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import json
 import os
 import secrets
 import selectors
@@ -22,7 +23,7 @@ from typing import Any
 from ttprun.agent.base.loop import unwatch
 from ttprun.protocol import meeting
 from ttprun.protocol.channel import Channel
-from ttprun.protocol.codec import decode, encode
+from ttprun.protocol.codec import decode_fields, encode
 from ttprun.protocol.standby_messages import WarmUp
 
 _POOL, _ARRIVALS = "ttprun/spare-pool", "ttprun/arrivals"
@@ -325,11 +326,11 @@ def write_where(file: str, where: meeting.Where) -> None:
 
 def read_where(file: str) -> meeting.Where | None:
     """Where a spare pool is or was, according to a leader's file; None if there is none."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # another program has written it
         return _where(Path(file).read_bytes())
     return None
 
 
 def _where(line: bytes) -> meeting.Where | None:
-    where = decode(line, {"Where": meeting.Where})
+    where = decode_fields(dict(json.loads(line)), {"Where": meeting.Where})
     return where if isinstance(where, meeting.Where) else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import secrets
@@ -34,7 +35,7 @@ from ttprun.agent.base.spare_pool import Listener, SparePool, keep_alive
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
-from ttprun.protocol.codec import decode, encode
+from ttprun.protocol.codec import decode_fields, encode
 
 LIMIT_S = 60.0  # the agents come out of the same rendezvous
 AGAIN_LIMIT_S = 30.0  # all have got the order at once, and have to end their ranks
@@ -44,6 +45,7 @@ _TRY_AGAIN_S = 0.2
 logger = logging.getLogger("ttprun")
 CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
 _LEADER = "ttprun/leader"
+_ANSWERS = {"Where": meeting.Where, "Rejected": meeting.Rejected}
 KNOWN = {kind.__name__: kind for kind in (*get_args(node_messages.OfFollower), *get_args(node_messages.OfLeader))}
 _SIOCGIFADDR = 0x8915
 
@@ -61,7 +63,7 @@ class Place:
     save_dir where checkpoints are kept if its agent leads
     seen     as in `meeting.Where`
     page     as in `meeting.Where`
-    number   of the node: its agent's group rank
+    number   of the node: its agent's group rank; -1: it has none yet
     size     nodes
     ranks    local ranks
     master   address and port for the script's environment
@@ -73,7 +75,7 @@ class Place:
     save_dir: str = ""
     seen: str = ""
     page: str = ""
-    number: int = meeting.WAITS
+    number: int = -1
     size: int = 0
     ranks: int = 0
     master: str = ""
@@ -129,7 +131,7 @@ def first_start(store: Any) -> Occasion:
     def where() -> Any:
         with contextlib.suppress(Exception):  # torch's stores raise errors of their own if a key is not there yet
             store.wait([_LEADER], timedelta(seconds=_LOOK_AGAIN_S))
-            return decode(store.get(_LEADER), {"Where": meeting.Where, "Rejected": meeting.Rejected})
+            return decode_fields(json.loads(store.get(_LEADER)), _ANSWERS)
         return None
 
     return Occasion(LIMIT_S, where, lambda word: store.set(_LEADER, encode(word).decode()))
