@@ -17,7 +17,9 @@ from ttprun.device.device_errors import VARIABLES
 NOTICED = re.compile(
     r"""noticed\ (
         dataset:\ __len__
-        | .*\.(bytearray|datetime|decimal|partial|property)_kind:\ (__getattribute__\ )?__(reduce|reduce_ex|getstate)__
+        | .*\.(array|bytearray|datetime|decimal|partial|property)_kind:
+            \ (__getattribute__\ )?__(reduce|reduce_ex|getstate)__
+        | .*\.array_kind:\ __getattribute__\ __dict__
         | .*\.path_kind:\ __getattribute__\ _(str|drv|root|parts|format_parsed_parts)
     ):""",
     re.VERBOSE,

@@ -50,16 +50,6 @@ def of_detached_tensor_first() -> Scope:
     return {"part": whole.detach().numpy()[:2], "whole": whole}
 
 
-def of_bytes() -> Scope:
-    whole = bytearray(16)
-    return _pair(whole, np.frombuffer(whole, dtype=np.float32))
-
-
-def of_bytes_but_the_first() -> Scope:
-    whole = bytearray(16)
-    return {"part": np.frombuffer(whole, dtype=np.float32, offset=4), "whole": whole}
-
-
 def of_large_array() -> Scope:
     whole = np.zeros(LARGE)
     return _pair(whole, whole[2:6])
@@ -74,8 +64,7 @@ def of_file() -> Scope:
     return {"part": np.frombuffer(mmap.mmap(-1, 4096), dtype=np.float32)[:8]}
 
 
-ARRAYS = [of_tensor, of_detached_tensor_first, of_bytes, of_bytes_but_the_first, of_large_array, of_large_array_first,
-          of_file]  # fmt: skip
+ARRAYS = [of_tensor, of_detached_tensor_first, of_large_array, of_large_array_first, of_file]
 
 
 @pytest.mark.parametrize("make", ARRAYS)

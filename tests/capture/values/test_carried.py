@@ -160,8 +160,6 @@ ROWS |= {
     "chain map": Row(lambda: collections.ChainMap({"a": 0}), lambda x: x.update(a=1)),
     "dictionary of the script's": Row(lambda: NamedCounts({"a": 0}), lambda x: x.update(a=1)),
     "attribute of a dictionary of the script's": Row(NamedCounts, lambda x: setattr(x, "updates", 5), ask=vars),
-    "bytearray": Row(lambda: bytearray(b"old"), lambda x: x.extend(b" and new")),
-    "array of the standard library": Row(lambda: array.array("d"), lambda x: x.extend([1.0, 2.0])),
     "view of a data set": Row(lambda: Subset(TensorDataset(torch.arange(4)), [0]), lambda x: x.indices.append(3), ask=lambda x: x.indices),
 }  # fmt: skip
 
@@ -656,6 +654,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "what few programs change": (
         operator.methodcaller("m", 1, k=2), operator.methodcaller("m", 1, k=3), "differs from the lost rank's, and cannot"
     ),
+    "an iterator over a dictionary that has gone on": (iter({1: 2}), iter({1: 2, 3: 4}), "x, a dict_keyiterator, differs"),
+    "seeds of numpy's that differ": (np.random.SeedSequence(1), np.random.SeedSequence(2), "x, a SeedSequence, differs"),
+    "another sparse tensor": (torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse(), "x, a Tensor, differs"),
+    "a bytearray that differs": (bytearray(b"new"), bytearray(b"old"), "x, a bytearray, differs from the lost rank"),
+    "an array that differs": (array.array("d", [1.0]), array.array("d"), "x, a array, differs from the lost rank"),
     "an object of an extension that differs": (decimal.Context(prec=5), decimal.Context(prec=6), "differs from the lost"),
     "another kind of random generator": (random.Random(1), np.random.default_rng(1), "x is another random generator"),
     "a generator that stands at another line": (_begun(), count_up(0), "x is a generator that stands elsewhere"),

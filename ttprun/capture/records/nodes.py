@@ -252,13 +252,6 @@ class DictNode(NumberedNode, frozen=True, gc=False, tag="d"):
     age: Age = 0
 
 
-class BytesNode(NumberedNode, frozen=True, gc=False, tag="b"):
-    """bytearray, and array.array with its type code."""
-
-    code: str
-    content: bytes
-
-
 class ObjectNode(ObjectOfKind, frozen=True, gc=False, tag="o"):
     """An object, by its attributes."""
 

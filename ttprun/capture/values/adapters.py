@@ -23,7 +23,6 @@ import torch
 from ttprun.capture.records.nodes import (
     AnyNode,
     ArrayNode,
-    BytesNode,
     DictNode,
     FrozensetNode,
     ListNode,
@@ -242,7 +241,7 @@ def record_with(adapter: Adapter, kind: type) -> Handler:
 
 
 _CONTAINERS = (ListNode, TupleNode, SetNode, FrozensetNode)
-_SMALL = (PlainNode, BytesNode, ArrayNode, TensorNode, ReferenceNode)
+_SMALL = (PlainNode, ArrayNode, TensorNode, ReferenceNode)
 
 
 def is_plain_state(node: Node) -> bool:
@@ -297,11 +296,6 @@ def record_numpy(snapshot: Snapshot, value: Any, depth: int) -> Any:
     is_legacy = is_a(value, numpy.random.RandomState)
     state = value.get_state(legacy=False) if is_legacy else getattr(value, "bit_generator", value).state
     return NumpyRandomNode(snapshot.number(value), snapshot.node(state, depth + 1))
-
-
-def record_numpy_seeds(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """numpy.random.SeedSequence: how many children it has had cannot be set, only compared."""
-    return SameNode(name_of(type(value)), repr(value.state))
 
 
 def restore_random(restore: Restore, live: Any, node: RandomNode | NumpyRandomNode, name: str) -> Any:

@@ -9,7 +9,6 @@ size of the whole, whether others are sure to hold it]: the replacement's array 
 
 from __future__ import annotations
 
-import array
 import ctypes
 import mmap
 from typing import Any
@@ -79,8 +78,6 @@ def _is_recorded_with_it(snapshot: Snapshot, base: Any) -> bool:
     """Whether what an array is a view of has a node from which both can be made again."""
     if type(base) in (numpy.ndarray, numpy.memmap):
         return not base.dtype.hasobject and (base.nbytes <= SMALL_BYTES or is_changing(snapshot, base))
-    if isinstance(base, bytearray | array.array):
-        return memoryview(base).nbytes <= SMALL_BYTES
     return isinstance(base, torch.Tensor)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import collections
 import types
 from collections import deque
@@ -13,7 +12,6 @@ from typing import Any
 from ttprun import text_hashes
 from ttprun.capture.records.nodes import (
     AnyNode,
-    BytesNode,
     DequeNode,
     DictNode,
     FrozensetNode,
@@ -49,7 +47,6 @@ _LOWEST_ID = 1 << 32  # what a script counts is mostly less, and an address more
 # Methods that a class overrides may load modules, or count: everything is read and written through the base class.
 _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 _factory_of = _FACTORY.__get__
-_code_of: Any = vars(array.array)["typecode"].__get__
 _max_length_of: Any = deque.maxlen.__get__
 
 
@@ -414,21 +411,3 @@ def restore_dict(restore: Restore, live: Any, node: DictNode, name: str) -> Any:
             _FACTORY.__set__(target, None if factory is MISSING else factory)
         restore_attributes(restore, target, attributes, name)
     return target
-
-
-def record_bytes(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """bytearray and array.array."""
-    code = _code_of(value) if is_a(value, array.array) else ""
-    return BytesNode(snapshot.number(value), code, array.array.tobytes(value) if code else bytes(value))
-
-
-def restore_bytes(restore: Restore, live: Any, node: BytesNode, name: str) -> Any:
-    """In place, or a new one."""
-    number, code, raw = node.number, node.code, node.content
-    made: Any = array.array(code, raw) if code else bytearray(raw)
-    if type(live) is not type(made) or getattr(live, "typecode", "") != code or not restore.claim(number, live):
-        restore.claim(number, made)
-        return made
-    if live != made:
-        live[:] = made
-    return live

@@ -14,7 +14,6 @@ import dis
 import functools
 import inspect
 import itertools
-import operator
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -85,11 +84,6 @@ def record_compiled_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
     return record_unknown_iterator(snapshot, value, depth) if isinstance(node, NotProvedNode) else node
 
 
-def record_compared_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """One over a set or a dictionary: how many items are left."""
-    return SameNode(name_of(type(value)), str(operator.length_hint(value)))
-
-
 def restore_iterator(restore: Restore, live: Any, node: IteratorNode, name: str) -> Any:
     """In place if possible; unchanged if it is at this position already; else a new one."""
     number, parts, state = node.number, node.arguments, node.state
@@ -134,7 +128,6 @@ def _at_its_end(restore: Restore, live: Any, kind: Any, number: int) -> Any:
 
 
 ITERATORS: tuple[Any, ...] = (*_EMPTY, _REVERSED, *_BUILT)
-COMPARED_ITERATORS: tuple[Any, ...] = tuple(map(type, map(iter, (set(), {}, {}.values(), {}.items()))))
 UNKNOWN_ITERATORS: tuple[Any, ...] = (
     itertools.groupby,
     itertools.pairwise,

@@ -8,7 +8,6 @@ EXACT first.
 from __future__ import annotations
 
 import argparse
-import array
 import collections
 import concurrent.futures
 import functools
@@ -63,7 +62,6 @@ EXACT: dict[type, Handler] = {
     tuple: containers.record_tuple,
     dict: containers.record_dict,
     bytes: plain.record_plain("bytes"),
-    bytearray: containers.record_bytes,
     io.StringIO: process_objects.record_file_in_memory,
     io.BytesIO: process_objects.record_file_in_memory,
     types.ModuleType: objects.record_python_module,
@@ -86,7 +84,6 @@ EXACT: dict[type, Handler] = {
     **dict.fromkeys(_OF_THE_INTERPRETER, process_objects.record_same),
     **{base: plain.record_plain(kind) for base, kind in plain.BASES if kind not in ("enum", "path")},
     **dict.fromkeys(iterators.ITERATORS, iterators.record_iterator),
-    **dict.fromkeys(iterators.COMPARED_ITERATORS, iterators.record_compared_iterator),
     **dict.fromkeys(iterators.UNKNOWN_ITERATORS, iterators.record_unknown_iterator),
     **dict.fromkeys(weakref.ProxyTypes, process_objects.record_same),
     **dict.fromkeys(_DATASETS, objects.record_object),
@@ -109,7 +106,6 @@ BY_BASE: list[tuple[type, Handler]] = [
     (random.SystemRandom, process_objects.record_same),  # has no state: `entropy` counts what is drawn from it
     (random.Random, adapters.record_python),
     *((kind, adapters.record_numpy) for kind in adapters.OF_NUMPY),
-    (numpy.random.SeedSequence, adapters.record_numpy_seeds),
     (numpy.generic, plain.record_plain("numpy scalar")),
     (numpy.dtype, plain.record_plain("numpy dtype")),
     *((base, plain.record_plain("scalar")) for base in (int, float, str, bytes, complex)),
@@ -131,7 +127,6 @@ BY_BASE: list[tuple[type, Handler]] = [
     (frozenset, containers.record_set(frozenset)),
     (collections.deque, containers.record_sequence(collections.deque)),
     (dict, containers.record_dict),
-    (array.array, containers.record_bytes),
     (argparse.Namespace, objects.record_object),
     (weakref.ReferenceType, process_objects.record_same),
     (concurrent.futures.Future, process_objects.record_future),
@@ -164,7 +159,6 @@ RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.DequeNode: containers.restore_list,
     nodes.DictNode: containers.restore_dict,
     nodes.StateNode: adapters.restore_state,
-    nodes.BytesNode: containers.restore_bytes,
     nodes.DataTreeNode: data_trees.restore_data_tree,
     nodes.LongNode: containers.restore_long,
     nodes.ClosedNode: process_objects.restore_closed,

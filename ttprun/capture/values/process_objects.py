@@ -179,15 +179,11 @@ def restore_weak_reference(restore: Restore, live: Any, node: WeakNode, name: st
     """One to the counterpart of that object."""
     old = live() if type(live) is weakref.ref else MISSING
     if node.referent is None:
-        return live if old is None else weakref.ref(_Gone())
+        return live if old is None else weakref.ref(set())
     referent = restore.value(old, node.referent, f"{name}()")
     if referent is MISSING:
         return restore.refuse(live, f"{name} refers to an object that is not in the replacement")
     return live if referent is old else weakref.ref(referent)
-
-
-class _Gone:
-    """What a reference refers to that refers to nothing."""
 
 
 def record_exception(snapshot: Snapshot, value: BaseException, depth: int) -> Any:
