@@ -1,10 +1,13 @@
-"""What a rank mirrors of itself, and that a replacement gets from it the very state that its rank had."""
+"""What a rank keeps of its state in shared memory, and that a replacement gets from it the very state that it had."""
 
 from __future__ import annotations
 
 import os
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,24 @@ import torch
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.introspect.current_rank import Rank as Session
 from ttprun.protocol import from_rank, to_rank
-from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, slot_of, unpack_slot
-from ttprun.tensors import mirror, optimizer_registry
+from ttprun.protocol.board import SLOTS, Board, Field, slot_of, unpack_slot
+from ttprun.tensors import mirror, optimizer_registry, shares
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Stored
+from ttprun.tensors.own_state import OwnState, split
 from ttprun.tensors.replicated import PostStepWeights
+
+
+class ListedMomentum(torch.optim.Optimizer):
+    """Keeps its state in a list, as LBFGS does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for weight in (weight for weight in self.param_groups[0]["params"] if weight.grad is not None):
+                newest = self.state[weight].setdefault("newest", [])
+                newest[:] = [*newest[-1:], weight.grad.clone()]
+                weight -= 0.1 * sum(newest)
+
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -24,6 +40,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adam": lambda weights: torch.optim.AdamW(weights, lr=0.01),
     "counts in plain numbers": lambda weights: torch.optim.ASGD(weights, lr=0.1, foreach=False),
     "no state": lambda weights: torch.optim.SGD(weights, lr=0.1),
+    "lists": lambda weights: ListedMomentum(weights, {}),
 }
 _channels: list[FakeChannel] = []
 CELLS = (Field.MIRROR_0, Field.MIRROR_1)
@@ -36,20 +53,24 @@ def order(paths: list[str], limit_bytes: int, limit_share: float = 0.0) -> to_ra
 class Rank:
     """A process's weights and optimizer, with the hooks' calls around each step."""
 
-    def __init__(self, make: Make, seed: int, paths: list[str], limit_bytes: int = 1 << 20) -> None:
+    def __init__(self, make: Make, seed: int, paths: list[str], page: Board | None = None, alone: bool = False) -> None:
         optimizer_registry.forget()
         generator = torch.Generator().manual_seed(seed)
         self.weights = [torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), ())]
         for weight in self.weights:
             weight.requires_grad_()
         self.optimizer = make(self.weights)
-        self.board = Board.create(2)[1]
+        self.board = page or Board.create(2)[1]
         self.channel = FakeChannel()
         _channels.append(self.channel)
         self.session: Session = make_session(channel=self.channel, board=self.board, mirror=Mirror(self.board, 0, []))
-        if paths:
-            self.session[Mirror].want(order(paths, limit_bytes))
+        if paths and not alone:
+            self.session[Mirror].want(order(paths, 1 << 20))
+        recorder = SimpleNamespace(export=lambda boundary: {})
+        pairs = list(zip(paths[SLOTS:], paths, strict=False)) if alone else []
+        self.session.parts[OwnState] = OwnState(self.board, 0, pairs, recorder)
         self.boundary = 0
+        self.states: dict[int, list[torch.Tensor]] = {}
 
     def backward(self) -> None:
         generator = torch.Generator().manual_seed(100 + self.boundary)
@@ -66,7 +87,9 @@ class Rank:
         """As the hook after a step does it."""
         self.optimizer.step()
         self.boundary += 1
+        self.states[self.boundary] = self.state
         self.session[PostStepWeights].note(self.boundary)
+        self.session[OwnState].keep(self.session, self.boundary)
         self.session[Mirror].begin(self.session, self.boundary)
 
     def step(self, times: int = 1) -> None:
@@ -88,7 +111,7 @@ class Rank:
 
 @pytest.fixture
 def paths() -> Iterator[list[str]]:
-    fds = [os.memfd_create("mirror") for _ in range(SLOTS)]
+    fds = [os.memfd_create("mirror") for _ in range(2 * SLOTS)]
     yield [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds]
     for fd in fds:
         os.close(fd)
@@ -104,68 +127,80 @@ def _known_optimizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         _channels.pop().close()
 
 
-def comes_back(lost: Rank, way: str, path: str, make: Make, steps_before: int = 0) -> bool:
-    """Whether a replacement gets from the mirror, in this way, the state that the lost rank has."""
-    expected = lost.state
-    replacement = Rank(make, 2, [])
-    replacement.step(steps_before)
-    if way == "state":
+def replacement_from(way: str, path: str, make: Make, page: Board | None = None, paths: Sequence[str] = ()) -> Rank:
+    """A new process that has loaded what there is, in this way."""
+    replacement = Rank(make, 2, [*paths], page, way == "own state")
+    if way == "own state":
+        shares.load(Stored(path).described, [path])
+    elif way == "state":
         mirror.load(path)
     else:
         mirror.load_step(path, replacement.optimizer)
         replacement.optimizer.step()
-    return all(map(torch.equal, replacement.state, expected))
+    return replacement
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_rank_lost_after_a_step_comes_back_with_the_state_of_that_step(make: Make, paths: list[str]) -> None:
-    lost = Rank(make, 1, paths)
-    lost.step(4)
-
-    slot, way = lost.way_to(4)
-
-    assert way == "state"
-    assert comes_back(lost, way, paths[slot], make, steps_before=1)
+class KilledError(BaseException):
+    """The process is killed here."""
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_rank_lost_inside_a_step_comes_back_by_taking_it_again(make: Make, paths: list[str]) -> None:
-    lost = Rank(make, 1, paths)
-    lost.step(4)
-    lost.backward()
-    lost.record()
-    slot, way = lost.way_to(5)
-    lost.optimizer.step()
-
-    assert way == "step"
-    assert comes_back(lost, way, paths[slot], make, steps_before=1)
+def given_by(board: Board, paths: list[str], alone: bool) -> dict[int, tuple[str, str]]:
+    """By boundary whose state a process has left: in what way it comes from there, and from which slot."""
+    if alone:
+        boundary, place = split(board.get(0, Field.OWN_STATE))
+        return {boundary: ("own state", paths[place])} if boundary else {}
+    slots = [unpack_slot(board.get(0, cell)) for cell in CELLS]
+    pairs = [(slot.boundary + more, slot, path) for slot, path in zip(slots, paths, strict=False) for more in (0, 1)]
+    return {boundary: (slot.gives(boundary), path) for boundary, slot, path in pairs if slot.gives(boundary)}
 
 
-def test_a_slot_gives_nothing_while_it_is_written(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    lost, copy, meanwhile = Rank(OPTIMIZERS["adam"], 1, paths), torch._foreach_copy_, []
+@pytest.mark.parametrize("alone", [False, True], ids=["mirror", "own state"])
+@pytest.mark.parametrize("seed", range(15))
+def test_whenever_a_rank_is_killed_all_that_is_left_is_whole_and_its_newest_step_is_there(
+    alone: bool, seed: int, paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, chance, page, room = [*OPTIMIZERS.values()][seed % 5], random.Random(seed), Board.create(2)[1], [0]
 
-    def copied(*tensors: list[torch.Tensor], **named: bool) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            meanwhile.append(lost.board.get(0, CELLS[slot_of(lost.boundary)]))
-        copy(*tensors, **named)
+    def live() -> None:
+        room[0] -= 1
+        if room[0] < 0:
+            raise KilledError
 
-    monkeypatch.setattr(torch, "_foreach_copy_", copied)
-    lost.step(2 * SLOTS)
-    lost.session[Mirror].end()
+    def copy_until_killed(targets: list[torch.Tensor], sources: list[torch.Tensor], **_: bool) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            live()
+            target.copy_(source)
 
-    assert meanwhile == [EMPTY_SLOT.pack()] * 2 * SLOTS
+    def train(rank: Rank) -> None:
+        while True:
+            for act in (live, rank.backward, live, rank.record, live, rank.take):
+                act()
 
-
-def test_until_the_next_state_is_there_the_step_before_it_can_be_taken_again(paths: list[str]) -> None:
-    lost = Rank(OPTIMIZERS["adam"], 1, paths)
-    lost.step(5)
-
-    lost.session[Mirror].end()
-    lost.board.set(0, CELLS[5 % SLOTS], 0)  # as it is while it is being copied
-    slot, way = lost.way_to(5)
-
-    assert way == "step"
-    assert comes_back(lost, way, paths[slot], OPTIMIZERS["adam"])  # which has taken no step of its own yet
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_until_killed)
+    rank = Rank(make, 1, paths, page, alone)
+    for _ in range(6):
+        room[0] = chance.randrange(150)
+        with pytest.raises(KilledError):
+            train(rank)
+        room[0] = 1 << 30
+        rank.session[Mirror].end()
+        given, states = given_by(page, paths, alone), rank.states
+        newest = max(given, default=0)
+        assert newest >= rank.boundary - alone or rank.boundary < 2
+        if newest > rank.boundary:
+            rank.optimizer.step()
+            states[newest] = rank.state
+        for boundary, how in sorted(given.items()):
+            rank = replacement_from(*how, make, page, paths)
+            assert all(map(torch.equal, rank.state, states[boundary])), (boundary, how)
+        rank.boundary, rank.states = newest, states
+        rank.session[PostStepWeights].note(newest)
+        rank.session[Mirror].begin(rank.session, newest)
+        if not given or chance.random() < 0.3:  # all begin anew
+            rank.session[Mirror].end()
+            for cell in (*CELLS, Field.OWN_STATE):
+                page.set(0, cell, 0)
+            rank = Rank(make, 1, paths, page, alone)
 
 
 def test_weights_that_the_script_changes_between_its_steps_are_those_that_the_step_begins_with(
@@ -180,9 +215,10 @@ def test_weights_that_the_script_changes_between_its_steps_are_those_that_the_st
     lost.record()
     slot, way = lost.way_to(6)
     lost.optimizer.step()
+    expected = lost.state
 
     assert way == "step"
-    assert comes_back(lost, way, paths[slot], OPTIMIZERS["momentum"])
+    assert all(map(torch.equal, replacement_from(way, paths[slot], OPTIMIZERS["momentum"]).state, expected))
 
 
 def test_a_state_that_changes_while_it_is_copied_is_not_used(paths: list[str]) -> None:
@@ -215,13 +251,13 @@ def test_a_step_that_depends_on_more_is_not_taken_again_and_the_copy_after_it_is
 
 def test_what_cannot_be_mirrored_is_reported_once_and_training_continues(paths: list[str]) -> None:
     rank = Rank(OPTIMIZERS["momentum"], 1, paths)
-    rank.optimizer.state[rank.weights[0]]["newest"] = [torch.zeros(3)]
+    rank.optimizer.state[rank.weights[0]]["newest"] = {}
 
     rank.step(3)
 
     (report,) = rank.channel.sent
     assert isinstance(report, from_rank.StateMirrored)
-    assert "keeps state in lists" in report.why_not
+    assert "state 'newest' of type dict" in report.why_not
     assert rank.way_to(1)[1] == ""
 
 
@@ -244,7 +280,7 @@ def test_an_optimizer_that_is_shown_its_parameters_during_its_step_only_is_mirro
 def test_a_mirror_that_takes_more_than_it_may_is_reported_once_and_gives_its_memory_back(paths: list[str]) -> None:
     rank = Rank(OPTIMIZERS["momentum"], 1, paths)
     rank.step(3)
-    before = [os.stat(path).st_size for path in paths]
+    before = [os.stat(path).st_size for path in paths[:SLOTS]]
 
     rank.session[Mirror].want(order(paths, 1000))
     rank.weights.append(torch.zeros(9, requires_grad=True))
@@ -255,7 +291,7 @@ def test_a_mirror_that_takes_more_than_it_may_is_reported_once_and_gives_its_mem
     assert isinstance(report, from_rank.StateMirrored)
     assert (report.why_not, report.bytes > 1000) == ("too little memory", True)
     assert all(before)
-    assert [os.stat(path).st_size for path in paths] == [0, 0]
+    assert [os.stat(path).st_size for path in paths[:SLOTS]] == [0, 0]
     assert rank.way_to(6)[1] == rank.way_to(5)[1] == ""
 
 
@@ -268,11 +304,15 @@ def test_a_rank_that_is_to_keep_no_mirror_has_no_thread_for_it(paths: list[str])
     assert rank.channel.sent == []
 
 
-@pytest.mark.parametrize(("limit_share", "is_given_up"), [(1e-9, True), (0.0, False)])
+@pytest.mark.parametrize(
+    ("limit_share", "cheap_s", "is_given_up"),
+    [(1e-9, 0.0, True), (0.0, 0.0, False), (1e-9, mirror._CHEAP_S, False)],
+    ids=["too dear", "asked for", "takes little time, however short the steps are"],
+)
 def test_a_mirror_whose_copies_take_too_much_of_each_step_is_given_up_unless_it_was_asked_for(
-    paths: list[str], monkeypatch: pytest.MonkeyPatch, limit_share: float, is_given_up: bool
+    paths: list[str], monkeypatch: pytest.MonkeyPatch, limit_share: float, cheap_s: float, is_given_up: bool
 ) -> None:
-    monkeypatch.setattr(mirror, "_CHEAP_S", 0.0)
+    monkeypatch.setattr(mirror, "_CHEAP_S", cheap_s)
     rank = Rank(OPTIMIZERS["momentum"], 1, paths)
     rank.session[Mirror].want(order(paths, 1 << 20, limit_share))
 
@@ -282,12 +322,3 @@ def test_a_mirror_whose_copies_take_too_much_of_each_step_is_given_up_unless_it_
     assert len(whys) == 1 + is_given_up
     assert (whys[-1][:12] == "a copy takes") == is_given_up
     assert (rank.way_to(12)[1] == "") == is_given_up
-
-
-def test_copies_that_take_little_time_are_kept_however_short_the_steps_are(paths: list[str]) -> None:
-    rank = Rank(OPTIMIZERS["momentum"], 1, paths)
-    rank.session[Mirror].want(order(paths, 1 << 20, 1e-9))
-
-    rank.step(12)
-
-    assert rank.way_to(12)[1] == "state"

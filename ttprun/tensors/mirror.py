@@ -26,8 +26,7 @@ from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent, slot_of, unpack_slot
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
-from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, lay_out
-from ttprun.tensors.own_state import held_now
+from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, held_now, lay_out
 from ttprun.tensors.replicated import PostStepWeights
 
 if TYPE_CHECKING:
@@ -246,26 +245,19 @@ class Mirror:
         if kept.why_not():
             return False
         with torch.no_grad():
-            described = held_now()
-            rows = list(replicated.rows())
-            weights = [local_of(parameter) for _, parameter, *_ in rows]
-            forms = [form for form, _ in described]
+            forms, state = held_now(kept)
+            if not state:
+                raise NotRepairableError(Reason("optimizer-state-unknown", "its optimizers have no parameters"))
             layout = self._layout
             if layout is None or layout.forms != forms or bool(layout.before) != kept.is_kept:
-                layout = self._layout = lay_out(rows, forms, kept.is_kept)
-                self._check(layout, weights)
-            state = [  # a form that begins with a shape is that of a parameter's weights
-                kept.of(value) if isinstance(form[0], torch.Size) else local_of(value)
-                for form, value in described
-                if value is not None
-            ]
+                layout = self._layout = lay_out(forms, 1 + kept.is_kept)
+                self._check_size(0)
             if len(state) != len(layout.state):
                 self._layout = None
                 return False  # a backward has shown meanwhile which gradients belong to the state
-            slot.lay_out(layout, state, weights)
+            slot.lay_out(layout, state)
             began_s = time.thread_time()
-            torch._foreach_copy_(slot.state, state, non_blocking=True)
-            accelerator.finish_here()
+            slot.copy(state)
         if accelerator.in_use() is None:
             self._check_cost(time.thread_time() - began_s)
         else:
@@ -307,16 +299,6 @@ class Mirror:
             accelerator.finish_here()
             slot.marks.copy_(torch.tensor(marks, dtype=torch.uint8))
         return True
-
-    def _check(self, layout: Layout, weights: Sequence[torch.Tensor]) -> None:
-        """Raises NotRepairableError, or _TooLargeError."""
-        if any(type(value) is list for form in layout.forms for value in form):
-            raise NotRepairableError(
-                Reason("state-of-one-rank", "its optimizer keeps state in lists, which is not mirrored")
-            )
-        if not weights:
-            raise NotRepairableError(Reason("optimizer-state-unknown", "its optimizers have no parameters"))
-        self._check_size(0)
 
     def _check_cost(self, took_s: float) -> None:
         """Raises NotRepairableError if all of the newest copies have taken a larger share of a step than they may.
@@ -391,4 +373,4 @@ def _load_state(stored: Stored) -> None:
             )
         stored.copy_to(local_of(tensor), offset)
 
-    replicated.take_over(stored.header, fill)
+    replicated.take_over(stored.described, fill)

@@ -1,14 +1,17 @@
-"""A slot of a mirror: how a rank's tensors lie in it, written by the rank and read after its loss.
+"""An image of a rank's state in shared memory: how its tensors lie there, written by the rank and read after its loss.
 
-A header in JSON describes the state and says where each tensor begins; then come weights and optimizer state, the next
-step's gradients, and one byte a parameter that says whether there is one. Begin with `Layout` and `Stored`.
+It begins as a file of safetensors with weights and optimizer state, whose header describes the state, too. In a mirror
+(mirror.py) what the next step needs follows: the gradients, the weights if the script changes them, and one byte a
+parameter that says whether there is a gradient. Two images take turns, so that one is complete at any moment; the board
+says what is in each of them. Begin with `Layout` and `Stored`.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +21,9 @@ import xxhash
 from ttprun.device import accelerator
 from ttprun.introspect import fail_open
 from ttprun.introspect.model_tensors import local_of
+from ttprun.introspect.safe_reads import is_a
 from ttprun.protocol.board import SlotContent
+from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import MirroredShare, Share
 from ttprun.state import tensor_file
 from ttprun.state.chunks import Chunk
@@ -26,32 +31,50 @@ from ttprun.state.files import write_file
 from ttprun.state.tensor_file import chunks, metadata_of
 from ttprun.tensors import replicated, sharded
 from ttprun.tensors.memory import Memory
-from ttprun.tensors.replicated import parameter_of
+from ttprun.tensors.replicated import WEIGHT, PostStepWeights, parameter_of
 from ttprun.tensors.shares import Differing, version_of
 
 _ALIGNED = 64  # bytes
-_LENGTH_BYTES = 8  # of the header, at the beginning of a slot
+_LENGTH_BYTES = 8  # of the header, at the beginning of a file of safetensors
+HEADER = "ttprun"  # the key of the description in that header
 
 
-class Layout(NamedTuple):
-    """Where things are in a slot.
+class Layout:
+    """Where things are in an image, by its first bytes: who reads it finds them as who wrote it. Raises ValueError.
 
-    header      packed: what `Stored` reads
-    forms       of parameters and states for which it was made, see `own_state.held_now`
-    state       offsets of weights and optimizer state, in the order of `replicated.describe`
-    gradients   offset of each parameter's gradient
-    before      offset of each parameter's weights before the next step, if the script may change them; else empty
-    marks       offset of one byte a parameter: whether there is a gradient
-    size        of the slot in bytes
+    head       these bytes
+    forms      of parameters and states for which it was made, see `held_now`; not in what is read
+    described  the state, by `replicated.describe`
+    keys, places   of each tensor of it, in that order: its key, and which part of a sharded one it is
+    kinds      dtype, shape, and which part it is as [shape, offsets, sizes]; None: all, or what no checkpoint can hold
+    state      offsets of these tensors
+    weights    which of them are the parameters' weights
+    gradients  offset of each parameter's gradient
+    before     offset of each parameter's weights before the next step, if the script may change them; else empty
+    marks      offset of one byte a parameter: whether there is a gradient
+    split      at which the state ends, and what the next step needs begins
+    size       in bytes
     """
 
-    header: bytes
-    forms: list[tuple[Any, ...]]
-    state: list[int]
-    gradients: list[int]
-    before: list[int]
-    marks: int
-    size: int
+    def __init__(self, head: bytes, forms: Sequence[tuple[Any, ...]] = ()) -> None:
+        self.head, self.forms = head, forms
+        header = json.loads(head[_LENGTH_BYTES:])
+        self.described, parts, times = json.loads(header["__metadata__"][HEADER])
+        self.keys, self.places, self.kinds = ([part[at] for part in parts] for at in range(3))
+        spans = [[len(head) + at for at in header[key]["data_offsets"]] for key in self.keys]
+        self.state = [begin for begin, _ in spans]
+        tensors_of = (1 + sum(is_tensor for _, is_tensor, *_ in state) for _, _, state in self.described)
+        *self.weights, _ = accumulate(tensors_of, initial=0)
+        end = max((end for _, end in spans), default=len(head))
+        self.split = _aligned(end) if times else end
+        sizes = [_aligned(spans[at][1] - spans[at][0]) for at in self.weights]
+        *places, self.marks = accumulate(sizes * times, initial=self.split)
+        self.gradients, self.before = places[: len(sizes)], places[len(sizes) :]
+        self.size = self.marks + len(self.gradients)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class Part(NamedTuple):
@@ -72,10 +95,7 @@ class Part(NamedTuple):
 
 
 class Slot:
-    """One slot: its memory, and the tensors in it for one layout.
-
-    split   offset at which the state ends, and what the next step needs begins
-    """
+    """One image: its memory, and the tensors in it for one layout."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -85,100 +105,97 @@ class Slot:
     def release(self) -> None:
         """Drop the tensors in it."""
         self._layout: Layout | None = None
-        self.split = 0
         self.state: list[torch.Tensor] = []
         self.gradients: list[torch.Tensor] = []
         self.before: list[torch.Tensor] = []
         self.marks = torch.empty(0)
 
-    def lay_out(self, layout: Layout, state: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    def lay_out(self, layout: Layout, state: Sequence[torch.Tensor]) -> None:
         """Fit the memory to a layout, and take the tensors in it. Raises OSError."""
         if self._layout is layout:
             return
         self.release()
         self.memory.fit(layout.size)
-        self.memory.write(len(layout.header).to_bytes(_LENGTH_BYTES, "little") + layout.header)
+        self.memory.write(layout.head)
         of_memory = self.memory.tensor
+        weights = [state[at] for at in layout.weights]
         self.state = [of_memory(at, tensor) for at, tensor in zip(layout.state, state, strict=True)]
-        self.gradients = [of_memory(at, tensor) for at, tensor in zip(layout.gradients, weights, strict=True)]
+        self.gradients = [of_memory(at, tensor) for at, tensor in zip(layout.gradients, weights, strict=False)]
         self.before = [of_memory(at, tensor) for at, tensor in zip(layout.before, weights, strict=False)]
-        self.marks = of_memory(layout.marks, torch.empty(len(weights), dtype=torch.uint8))
-        self.split = layout.gradients[0]
+        self.marks = of_memory(layout.marks, torch.empty(len(self.gradients), dtype=torch.uint8))
         self._layout = layout
+
+    def copy(self, state: list[torch.Tensor]) -> None:
+        """Copy the state into it, after what this thread's stream does now."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.state, state, non_blocking=True)
+            accelerator.finish_here()
 
     def part(self, content: SlotContent) -> Part:
         """The part with which it holds this; it has been laid out."""
-        whole = self.memory.size
-        at, end = (self.split, whole) if content.has_step else (0, self.split)
+        assert self._layout is not None
+        whole, split = self._layout.size, self._layout.split
+        at, end = (split, whole) if content.has_step else (0, split)
         return Part(content, self.path, at, end - at, whole)
 
 
-def lay_out(rows: list[replicated.Row], forms: list[tuple[Any, ...]], is_kept: bool) -> Layout:
-    """A layout for the tensors of these parameters. Raises NotRepairableError."""
+def held_now(kept: PostStepWeights) -> tuple[list[tuple[Any, ...]], list[torch.Tensor]]:
+    """(forms of each parameter and each value of its state, their tensors) in the order of `replicated.describe`.
+
+    A form is [name of state,] shape and dtype, or the name of a state and its value.
+    """
+    forms, tensors = list[tuple[Any, ...]](), list[torch.Tensor]()
+    for _, parameter, state, _, _ in replicated.rows():
+        forms.append((parameter.shape, parameter.dtype))
+        tensors.append(kept.of(parameter))
+        for name, value in replicated.flat(state):
+            if is_a(value, torch.Tensor):
+                forms.append((name, value.shape, value.dtype))
+                tensors.append(local_of(value))
+            else:
+                forms.append((name, len(value) if type(value) is list else value))
+    return forms, tensors
+
+
+def lay_out(forms: Sequence[tuple[Any, ...]], times: int) -> Layout:
+    """A layout for the tensors of these forms. Raises NotRepairableError, ValueError.
+
+    times   how often there is room for something of the form of each parameter: its gradient, and once more
+    """
     described, parts = replicated.describe()
-    where = [part.place for part in parts]
-    forms_held = [[str(part.tensor.dtype)[6:], list(part.tensor.shape), _chunk_of(part)] for part in parts]
-    at = 0
-
-    def place_for(size: int) -> int:
-        nonlocal at
-        place, at = at, at + -(-size // _ALIGNED) * _ALIGNED
-        return place
-
-    weights = [local_of(parameter) for _, parameter, *_ in rows]
-    state = [place_for(part.tensor.nbytes) for part in parts]
-    gradients = [place_for(weight.nbytes) for weight in weights]
-    before = [place_for(weight.nbytes) for weight in weights] if is_kept else []
-    marks = place_for(len(weights))
-    content = {"header": described, "places": where, "state": state, "gradients": gradients, "before": before}
-    content |= {"parameters": replicated.keys(), "keys": [part.key for part in parts], "forms": forms_held}
-    # Offsets in the header are from its own end, as its length depends on them.
-    header = json.dumps(content | {"marks": marks}).encode()
-    start = -(-(_LENGTH_BYTES + len(header)) // _ALIGNED) * _ALIGNED
-
-    def moved(offsets: list[int]) -> list[int]:
-        return [start + offset for offset in offsets]
-
-    return Layout(header, forms, moved(state), moved(gradients), moved(before), start + marks, start + at)
+    about = [described, [[part.key, part.place, _kind_of(part)] for part in parts], times]
+    tensors = {part.key: part.tensor for part in parts}
+    if len(tensors) < len(parts):
+        said = f"an optimizer keeps a state that is called '{WEIGHT}'"
+        raise fail_open.NotRepairableError(Reason("optimizer-state-unknown", said))
+    return Layout(tensor_file.lay_out(tensors, {"format": "pt", HEADER: json.dumps(about)})[0], forms)
 
 
-def _chunk_of(part: replicated.Part) -> list[Any] | None:
-    """Which part of the whole it is: [shape, offsets, sizes]; None: all of it, or one that no checkpoint can hold."""
-    if sharded.why_not_stored([part.whole]):
-        return None
-    chunk = part.chunk
-    return None if chunk is None else [list(chunk.shape), list(chunk.offsets), list(chunk.sizes)]
+def _kind_of(part: replicated.Part) -> list[Any]:
+    chunk = None if sharded.why_not_stored([part.whole]) else part.chunk
+    box = None if chunk is None else [chunk.shape, chunk.offsets, chunk.sizes]
+    return [str(part.tensor.dtype)[6:], list(part.tensor.shape), box]
 
 
-class Stored:
-    """What a lost rank has left in a slot. Raises OSError, ValueError if it is something else."""
+class Stored(Layout):
+    """What a lost rank has left in an image. Raises OSError, ValueError if it is something else."""
 
     def __init__(self, path: str) -> None:
         self._memory = Memory(path)
         self._memory.open()
         size = int.from_bytes(self._memory.read(0, _LENGTH_BYTES), "little")
-        content = json.loads(self._memory.read(_LENGTH_BYTES, size))
-        self._start = -(-(_LENGTH_BYTES + size) // _ALIGNED) * _ALIGNED
-        self.header: list[Any] = content["header"]
-        self.places: list[str | None] = content["places"]
-        self.state: list[int] = content["state"]
-        self.gradients: list[int] = content["gradients"]
-        self.before: list[int] = content["before"]
-        self._marks: int = content["marks"]
-        self.parameters: list[str] = content["parameters"]
-        self.keys: list[str] = content["keys"]
-        self.forms: list[tuple[str, list[int], list[Any] | None]] = content["forms"]
+        super().__init__(self._memory.read(0, _LENGTH_BYTES + size))
 
     def tensor(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """What is at an offset, of the form of another tensor.
 
         like     gives dtype and shape
         offset   in bytes, as in `state`, `gradients` and `before`
-        returns  a view of the slot's memory, on the CPU
+        returns  a view of the image's memory, on the CPU
 
-        Raises ValueError if the slot is too small.
+        Raises ValueError if the image is too small.
         """
-        return self._memory.tensor(self._start + offset, like)
+        return self._memory.tensor(offset, like)
 
     def copy_to(self, tensor: torch.Tensor, offset: int) -> None:
         """Fill a tensor with what is at an offset.
@@ -191,7 +208,7 @@ class Stored:
 
     def has_gradient(self, number: int) -> bool:
         """Whether the parameter had a gradient in the step."""
-        return bool(self._memory.read(self._start + self._marks + number, 1)[0])
+        return bool(self._memory.read(self.marks + number, 1)[0])
 
 
 # What this rank has got from FSDP's reduce-scatters since the newest boundary, in shared memory of the node.
@@ -321,9 +338,10 @@ def write(order: MirroredShare, owners: Mapping[str, Sequence[int]], writers: Se
     differing = Differing(owners, order.rank, (*writers, order.rank))
     mine: dict[str, torch.Tensor] = {}
     chunks_of: dict[str, Chunk] = {}
-    for key, tensor, chunk in _parts(stored):
+    for key, offset, (dtype, shape, chunk) in zip(stored.keys, stored.state, stored.kinds, strict=True):
+        tensor = stored.tensor(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), offset)
         if chunk is not None and tensor.numel():
-            mine[key], chunks_of[key] = tensor, chunk
+            mine[key], chunks_of[key] = tensor, Chunk(*map(tuple, chunk))
         elif chunk is None and differing.holds(key) and _holds_alone(differing, key, writers):
             mine[differing.stored(key)] = tensor
     try:
@@ -332,7 +350,8 @@ def write(order: MirroredShare, owners: Mapping[str, Sequence[int]], writers: Se
         raise fail_open.NotRepairableError(str(error)) from None
     Path(order.path).unlink(missing_ok=True)
     entry = write_file(Path(order.path), chunks(header, tensors))
-    common = [row for key, row in zip(stored.parameters, stored.header, strict=True) if key not in owners]
+    parameters = [parameter_of(stored.keys[at]) for at in stored.weights]
+    common = [row for key, row in zip(parameters, stored.described, strict=True) if key not in owners]
     return Share(
         order.share,
         bytes=entry.bytes,
@@ -340,17 +359,10 @@ def write(order: MirroredShare, owners: Mapping[str, Sequence[int]], writers: Se
         header_xxh3=xxhash.xxh3_64_hexdigest(json.dumps(common).encode()),
         digests={},
         differing=version_of(owners),
-        header=stored.header if owners else [],
+        header=stored.described if owners else [],
     )
 
 
 def _holds_alone(differing: Differing, key: str, writers: Sequence[int]) -> bool:
     owners = differing.owners[parameter_of(key)]
     return all(owners[rank] != owners[differing.rank] for rank in writers)
-
-
-def _parts(stored: Stored) -> Iterator[tuple[str, torch.Tensor, Chunk | None]]:
-    """(key, tensor, which part of the whole it is, None for all) in the order of `replicated.describe`."""
-    for key, offset, (dtype, shape, chunk) in zip(stored.keys, stored.state, stored.forms, strict=True):
-        like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        yield key, stored.tensor(like, offset), None if chunk is None else Chunk(*map(tuple, chunk))

@@ -8,24 +8,20 @@ is not kept, those that a replay needs are exported before they are overwritten.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgpack
-import torch
 
-from ttprun.introspect import fail_open
-from ttprun.introspect.safe_reads import is_a
-from ttprun.introspect.tensor_bytes import plain
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.reason import Reason
-from ttprun.state.tensor_file import lay_out
-from ttprun.tensors import replicated
 from ttprun.tensors.memory import Memory, free_bytes
+from ttprun.tensors.mirror_slots import Layout, Slot, held_now, lay_out
+from ttprun.tensors.replicated import PostStepWeights
 
 if TYPE_CHECKING:
     from ttprun.introspect.current_rank import Rank
@@ -33,24 +29,6 @@ if TYPE_CHECKING:
 CHEAP_S = 0.0005  # up to this, it is done after each step
 SHARE = 0.01  # of the time that it may take otherwise
 _LOOKED_AT = 4  # measurements
-HEADER = "ttprun"  # the key of `replicated.describe`'s header in the file's own header
-
-
-class _Layout(NamedTuple):
-    """The layout of a file for the optimizers' current tensors.
-
-    header   of the file
-    forms    of each parameter and each value of its state, as `held_now` yields them
-    offsets  in the file, of all tensors in that order
-    size     of the file in bytes
-    is_lasting  a change can be detected: no state is a list, whose items may change
-    """
-
-    header: bytes
-    forms: list[tuple[Any, ...]]
-    offsets: list[int]
-    size: int
-    is_lasting: bool
 
 
 class OwnState:
@@ -63,7 +41,7 @@ class OwnState:
 
     def __init__(self, board: Board, local_rank: int, buffers: Sequence[Sequence[str]], recorder: Any) -> None:
         self._recorder, self._board, self._local_rank = recorder, board, local_rank
-        self._buffers = [(Memory(records), Memory(tensors)) for records, tensors in buffers]
+        self._buffers = [(Memory(records), Slot(tensors)) for records, tensors in buffers]
         self.why_off = "" if buffers else "it is switched off"
         self.is_apt = True
         self._kept, self._place = split(board.get(local_rank, Field.OWN_STATE))
@@ -71,7 +49,7 @@ class OwnState:
         self._at_s = 0.0
         self._took_s: deque[float] = deque(maxlen=_LOOKED_AT)
         self._not_measured = 0  # copies: the first one in each place makes the layout and allocates the memory
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._has_reported = False
 
     def keep(self, host: Rank, boundary: int) -> None:
@@ -80,7 +58,7 @@ class OwnState:
             return
         try:
             if self.is_apt and self._is_due():
-                self._copy(boundary)
+                self._copy(boundary, host[PostStepWeights])
                 if not self._has_reported and self._took_s:
                     self._has_reported = True
                     size = self._layout.size if self._layout else 0
@@ -101,24 +79,23 @@ class OwnState:
         """CPU time of keeping the state: the least of the newest measurements."""
         return min(self._took_s, default=0.0)
 
-    def _copy(self, boundary: int) -> None:
-        place = 1 - self._place
+    def _copy(self, boundary: int, kept: PostStepWeights) -> None:
+        place, layout = 1 - self._place, self._layout
         began_s = time.thread_time()
-        tensors = self._tensors()
-        if tensors is None:
-            size_before = self._layout.size if self._layout else -1
-            self._layout, tensors = _lay_out()
-            if self._layout.size != size_before:
+        forms, state = held_now(kept)
+        if layout is None or layout.forms != forms:
+            size_before = layout.size if layout else -1
+            layout = self._layout = lay_out(forms, 0)
+            if layout.size != size_before:
                 self._not_measured = len(self._buffers)
-        layout, (_, memory) = self._layout, self._buffers[place]
-        assert layout is not None
+        if any(layout.places):
+            said = "its parameters are sharded, and those are kept in snapshots only"
+            raise NotRepairableError(Reason("sharding-unknown", said))
         if not self._kept:
             self._check_room(layout.size)
-        memory.fit(layout.size)
-        memory.write(layout.header)
-        for offset, tensor in zip(layout.offsets, tensors, strict=True):
-            flat = plain(tensor)
-            memory.copy(offset, flat.data_ptr(), flat.nbytes)
+        image = self._buffers[place][1]
+        image.lay_out(layout, state)
+        image.copy(state)
         self._board.set(self._local_rank, Field.OWN_STATE, joined(boundary, place))
         self._kept, self._place, self._are_records_kept = boundary, place, False
         self._at_s = time.monotonic()
@@ -139,54 +116,10 @@ class OwnState:
         began_s = time.thread_time()
         # Output after this boundary is printed again: its length is not known yet.
         records = msgpack.packb(self._recorder.export(self._kept))
-        memory = self._buffers[self._place][0]
-        memory.fit(len(records))
-        memory.write(records)
+        self._buffers[self._place][0].fill(len(records), [memoryview(records)])
         self._are_records_kept = True
         if self._took_s:
             self._took_s[-1] += time.thread_time() - began_s
-
-    def _tensors(self) -> list[torch.Tensor] | None:
-        """The optimizers' tensors now, if they fit the layout, else None."""
-        if self._layout is None or not self._layout.is_lasting:
-            return None
-        described = held_now()
-        if [form for form, _ in described] != self._layout.forms:
-            return None
-        return [value for _, value in described if value is not None]
-
-
-def held_now() -> list[tuple[tuple[Any, ...], torch.Tensor | None]]:
-    """(form, tensor or None) of each parameter and each value of its state; a form is [name of state,] shape, dtype."""
-    described: list[tuple[tuple[Any, ...], torch.Tensor | None]] = []
-    for _, parameter, state, _, _ in replicated.rows():
-        described.append(((parameter.shape, parameter.dtype), parameter))
-        for name, value in state.items():
-            if is_a(value, torch.Tensor):
-                described.append(((name, value.shape, value.dtype), value))
-            else:
-                described.append(((name, value), None))
-    return described
-
-
-def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
-    """A layout for the optimizers' tensors, and these in its order. Raises NotRepairableError, ValueError."""
-    header, parts = replicated.describe()
-    if any(part.place is not None for part in parts):
-        raise fail_open.NotRepairableError(
-            Reason("sharding-unknown", "its parameters are sharded, and those are kept in snapshots only")
-        )
-    tensors = {part.key: part.tensor for part in parts}
-    packed, ordered = lay_out(tensors, {"format": "pt", HEADER: json.dumps(header)})
-    at, offset_of = len(packed), {}
-    for tensor in ordered:
-        offset_of[id(tensor)] = at
-        at += tensor.nbytes
-    forms = [form for form, _ in held_now()]
-    in_order = [part.tensor for part in parts]
-    offsets = [offset_of[id(tensor)] for tensor in in_order]
-    is_lasting = not any(type(value) is list for form in forms for value in form)
-    return _Layout(packed, forms, offsets, at, is_lasting), in_order
 
 
 def joined(boundary: int, place: int) -> int:

@@ -26,7 +26,8 @@ from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder, records_up_to
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.reason import Reason
-from ttprun.tensors.own_state import HEADER, split
+from ttprun.tensors.mirror_slots import HEADER
+from ttprun.tensors.own_state import split
 
 _PLACES = 2
 _LENGTH_BYTES = 8  # of the header of a file of safetensors
@@ -183,5 +184,5 @@ def _header_of(fd: int) -> list[Any]:
     """What the tensors of a file are, as `ttprun.tensors.replicated` describes them."""
     size = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     stored = json.loads(os.pread(fd, size, _LENGTH_BYTES))
-    header: list[Any] = json.loads(stored["__metadata__"][HEADER])
+    header: list[Any] = json.loads(stored["__metadata__"][HEADER])[0]
     return header
