@@ -109,13 +109,6 @@ def test_where_no_mirror_is_wanted_no_rank_gets_one(make: Make, config: dict[str
     assert [node.shares.order_for(slot.rank) for slot in node.slots] == [None] * 3
 
 
-def test_where_all_ranks_hold_the_same_no_file_is_made(make: Make) -> None:
-    found, node = make()
-
-    assert not node.shares.share_out({})
-    assert [found.paths_for(slot.rank) for slot in node.slots] == [[]] * 3
-
-
 def test_each_node_shares_out_its_own_memory(make: Make) -> None:
     _, node = make()
     node.peers.ranks_per_node = 2
@@ -163,7 +156,8 @@ def kept() -> Iterator[Kept]:
     copies = MirrorCopies(node, 4 * MIB)
     files = [os.memfd_create("fetched") for _ in range(SLOTS)]
     yield copies, board, files
-    for fd in (*files, *copies.files):
+    copies.close()
+    for fd in files:
         os.close(fd)
     for thread in threading.enumerate():
         if thread.name == "ttprun-mirror-copies":
@@ -191,23 +185,6 @@ def test_who_takes_a_lost_nodes_slots_gets_what_the_next_one_keeps(kept: Kept) -
     assert [os.pread(fd, 2 * MIB, 0) for fd in files] == [state, step]
 
 
-def test_a_slot_that_was_being_written_when_the_node_was_lost_is_not_served(kept: Kept) -> None:
-    copies, _, files = kept
-    fill(kept, 0, EMPTY_SLOT, b"half of a state")
-    fill(kept, 1, STEP, b"all")
-
-    held, taken = fetch(copies.serve(0), files, MIB)
-
-    assert held == [EMPTY_SLOT, STEP]
-    assert taken == 3
-
-
-def test_of_a_rank_of_which_nothing_is_kept_nothing_is_served(kept: Kept) -> None:
-    copies, _, _ = kept
-
-    assert copies.serve(0) == Where()
-
-
 def test_only_a_state_that_is_whole_can_be_written_into_a_checkpoint(kept: Kept) -> None:
     copies, _, _ = kept
     fill(kept, 0, STATE, b"of step 6")
@@ -233,18 +210,17 @@ def test_what_finds_no_room_is_refused_by_its_size_and_can_still_be_fetched(kept
     assert fetch(where, files, 2000) == ([STATE, STEP], 2000)
 
 
-def test_who_does_not_know_the_token_gets_nothing_and_does_not_keep_others_from_it(kept: Kept) -> None:
+def test_who_does_not_know_the_token_gets_nothing_and_others_get_what_is_whole(kept: Kept) -> None:
     copies, _, files = kept
+    fill(kept, 0, EMPTY_SLOT, b"half of a state")
     fill(kept, 1, STEP, b"all")
     where = copies.serve(0)
 
     with socket.create_connection((where.address, where.port), 10) as sock:
         sock.sendall(b"0" * 32)
-        came = sock.recv(1)
-    held, _ = fetch(where, files, MIB)
+        assert sock.recv(1) == b""
 
-    assert came == b""
-    assert held == [EMPTY_SLOT, STEP]
+    assert fetch(where, files, MIB)[0] == [EMPTY_SLOT, STEP]
 
 
 def test_a_node_that_is_lost_while_it_serves_is_an_error(kept: Kept) -> None:

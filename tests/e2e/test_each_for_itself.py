@@ -20,8 +20,8 @@ from tests.e2e.harness import (
     assert_same_outcome,
     assert_survivors_kept_their_pids,
 )
-from ttprun.protocol.board import Board, Field
-from ttprun.tensors.own_state import split
+from ttprun.protocol.board import Board, unpack_slot
+from ttprun.tensors.own_state import CELLS
 
 SCRIPT = "each_for_itself.py"
 MORE = ["--more", "10"]
@@ -67,7 +67,8 @@ def memory_of(launch: Launch, name: str) -> list[Path]:
 def kept_by(launch: Launch, rank: int) -> int:
     """The boundary whose state a rank keeps, as the board of the run says it."""
     with open(memory_of(launch, "board")[0], "r+b") as file:
-        return split(Board(file.fileno(), 2).get(rank, Field.OWN_STATE))[0]
+        board = Board(file.fileno(), 2)
+        return max(unpack_slot(board.get(rank, cell)).boundary for cell in CELLS)
 
 
 def test_what_is_large_is_kept_now_and_then_and_the_steps_since_are_run_again(

@@ -34,6 +34,7 @@ class Field:
     COLLECTIVES = 3  # issued since the process started
     SEEN_NS = 4  # time.monotonic_ns() of the last sign of life
     HELD = 5  # generation in which the rank last stopped before its commit
+    OWN_STATE = 6  # of a rank alone: what it keeps of its state in its slots (two cells), as in MIRROR_0
     LEAVING = 8  # how often the script has destroyed its default process group
     OPERATION = 9  # the newest collective: its index in OPERATION_NAMES
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
@@ -49,7 +50,6 @@ class Field:
     QUIESCE_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
     OPEN_AT = 29  # leader: the newest open boundary (`ttprun.tensors.open_boundaries`), 0: none so far
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
-    OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.tensors.own_state`)
     ALL_NODES_AT = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.commit_barrier`)
     MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.board`
     MIRROR_1 = 34  # and in the second one

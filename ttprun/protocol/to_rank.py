@@ -28,7 +28,7 @@ class Options(Message, frozen=True):
     mirror                paths of its mirror: the slots, and for results; empty: it keeps none
     mirror_copies         paths where it keeps the mirror of a rank of the node before, a slot each; empty: nowhere
     mirror_copies_bytes   that all copies of this node may take together
-    own_state             (records, share) paths of the two places where a rank that is alone keeps its state; or empty
+    own_state             paths of the two slots where a rank that is alone keeps its state, and of two for records
     buffers               for each place of a snapshot, paths for this rank's records and for its share
     snapshot_every_steps  0: when the agent requests one
     overhead_budget       share of a step that protection may take; 0: all of it
@@ -48,7 +48,7 @@ class Options(Message, frozen=True):
     mirror: list[str]
     mirror_copies: list[str]
     mirror_copies_bytes: int
-    own_state: list[tuple[str, str]]
+    own_state: list[str]
     buffers: list[tuple[str, str]]
     snapshot_every_steps: int
     record_limit_mib: int

@@ -17,7 +17,7 @@ import msgpack
 
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import Board, Field
+from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent, unpack_slot
 from ttprun.protocol.reason import Reason
 from ttprun.tensors.memory import Memory, free_bytes
 from ttprun.tensors.mirror_slots import Layout, Slot, held_now, lay_out
@@ -28,23 +28,25 @@ if TYPE_CHECKING:
 
 CHEAP_S = 0.0005  # up to this, it is done after each step
 SHARE = 0.01  # of the time that it may take otherwise
+CELLS = (Field.OWN_STATE, Field.OWN_STATE + 1)
 _LOOKED_AT = 4  # measurements
 
 
 class OwnState:
     """Keeps this rank's state.
 
-    buffers   paths of the agent's memory, for records and tensors each, of the two places; none: nothing is kept
+    paths     of the agent's memory, for each slot, and for the records of each; none: nothing is kept
     why_off   why nothing is kept any more; "" if it is
     is_apt    a replay can reach the newest recorded boundary
     """
 
-    def __init__(self, board: Board, local_rank: int, buffers: Sequence[Sequence[str]], recorder: Any) -> None:
-        self._recorder, self._board, self._local_rank = recorder, board, local_rank
-        self._buffers = [(Memory(records), Slot(tensors)) for records, tensors in buffers]
-        self.why_off = "" if buffers else "it is switched off"
+    def __init__(self, board: Board, rank: int, paths: Sequence[str], recorder: Any) -> None:
+        self._recorder, self._board, self._rank = recorder, board, rank
+        self._slots, self._records = [*map(Slot, paths[:SLOTS])], [*map(Memory, paths[SLOTS:])]
+        self.why_off = "" if paths else "it is switched off"
         self.is_apt = True
-        self._kept, self._place = split(board.get(local_rank, Field.OWN_STATE))
+        contents = [unpack_slot(board.get(rank, cell)) for cell in CELLS]
+        self._kept, self._place = max((content.boundary, place) for place, content in enumerate(contents))
         self._are_records_kept = False
         self._at_s = 0.0
         self._took_s: deque[float] = deque(maxlen=_LOOKED_AT)
@@ -66,7 +68,8 @@ class OwnState:
             elif self._kept and not self._are_records_kept:
                 self._keep_records()
         except Exception as error:  # e.g. no memory: training continues
-            self._board.set(self._local_rank, Field.OWN_STATE, 0)
+            for place in range(SLOTS):
+                self._note(place, EMPTY_SLOT)
             self.why_off = str(error) or repr(error)
             host.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
 
@@ -87,16 +90,16 @@ class OwnState:
             size_before = layout.size if layout else -1
             layout = self._layout = lay_out(forms, 0)
             if layout.size != size_before:
-                self._not_measured = len(self._buffers)
+                self._not_measured = SLOTS
         if any(layout.places):
             said = "its parameters are sharded, and those are kept in snapshots only"
             raise NotRepairableError(Reason("sharding-unknown", said))
         if not self._kept:
             self._check_room(layout.size)
-        image = self._buffers[place][1]
-        image.lay_out(layout, state)
-        image.copy(state)
-        self._board.set(self._local_rank, Field.OWN_STATE, joined(boundary, place))
+        self._note(place, EMPTY_SLOT)
+        self._slots[place].lay_out(layout, state)
+        self._slots[place].copy(state)
+        self._note(place, SlotContent(boundary, has_state=True, has_step=False))
         self._kept, self._place, self._are_records_kept = boundary, place, False
         self._at_s = time.monotonic()
         if self._not_measured:
@@ -104,10 +107,13 @@ class OwnState:
         else:
             self._took_s.append(time.thread_time() - began_s)
 
+    def _note(self, place: int, content: SlotContent) -> None:
+        self._board.set(self._rank, CELLS[place], content.pack())
+
     def _check_room(self, size_bytes: int) -> None:
         """Raises MemoryError if there is no room for two copies of each rank that has none yet."""
-        rows = [self._board.get(row, Field.OWN_STATE) for row in range(self._board.n_ranks)]
-        needed, free = 2 * size_bytes * rows.count(0), free_bytes()
+        rows = [any(self._board.get(row, cell) for cell in CELLS) for row in range(self._board.n_ranks)]
+        needed, free = SLOTS * size_bytes * rows.count(False), free_bytes()
         if free is not None and needed > free:
             raise MemoryError(f"it takes {needed >> 20} MiB of shared memory, and only {free >> 20} MiB is free")
 
@@ -116,17 +122,7 @@ class OwnState:
         began_s = time.thread_time()
         # Output after this boundary is printed again: its length is not known yet.
         records = msgpack.packb(self._recorder.export(self._kept))
-        self._buffers[self._place][0].fill(len(records), [memoryview(records)])
+        self._records[self._place].fill(len(records), [memoryview(records)])
         self._are_records_kept = True
         if self._took_s:
             self._took_s[-1] += time.thread_time() - began_s
-
-
-def joined(boundary: int, place: int) -> int:
-    """The board's cell for a kept boundary in one of the two places."""
-    return boundary << 1 | place
-
-
-def split(cell: int) -> tuple[int, int]:
-    """(boundary, place) of a cell of the board; boundary 0: nothing is kept."""
-    return cell >> 1, cell & 1

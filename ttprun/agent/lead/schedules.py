@@ -102,7 +102,7 @@ class SnapshotTimes:
         job = self._node.job
         has_no_peer = job.replicas.needs_snapshots
         if len(self._node.slots) == 1:  # what it keeps of itself is newer, if it keeps anything
-            has_no_peer = not self._node.board.get(LEADER, Field.OWN_STATE)
+            has_no_peer = not any(self._node.board.get(LEADER, Field.OWN_STATE + place) for place in (0, 1))
         return self._interval.is_auto and has_no_peer
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ttprun.agent.base import stored_states
-from ttprun.agent.node.node import Node
+from ttprun.agent.node.node import Node, Process
 from ttprun.protocol import channel, to_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Field, SlotContent, slot_that_gives, unpack_slot
 from ttprun.protocol.meeting import Where
@@ -42,22 +42,31 @@ _SERVE_LIMIT_S = 60.0  # for the other end to come
 
 
 class Slots:
-    """The two slots of each rank of this node in which it keeps a mirror, its own or another one's.
+    """The two slots of each rank of this node in which it keeps a state, its own or another one's, and what is beside.
 
     cells   of the board, in the row of that rank: what the slots hold
+    count   of files for each rank; the slots are the first ones
     """
 
-    def __init__(self, node: Node, cells: tuple[int, int]) -> None:
-        self._node, self._cells = node, cells
+    def __init__(self, node: Node, cells: tuple[int, int], name: str, count: int, here: Sequence[Process] = ()) -> None:
+        self._node, self._cells, self._name, self._count = node, cells, name, count
         self._slots: dict[int, list[int]] = {}  # by rank: descriptors
+        for slot in here:
+            self.make(slot.rank)
 
-    @property
-    def files(self) -> list[int]:
-        """Descriptors of the memory for them."""
-        return [fd for slots in self._slots.values() for fd in slots]
+    def make(self, rank: int) -> list[int]:
+        """New memory for a rank, unless there is some."""
+        if rank not in self._slots:
+            self._slots[rank] = stored_states.new_memory(self._name, self._count)
+        return self._slots[rank]
+
+    def close(self) -> None:
+        """The ranks are gone: give the memory back."""
+        for fd in (fd for slots in self._slots.values() for fd in slots):
+            os.close(fd)
 
     def paths_for(self, rank: int) -> list[str]:
-        """Where a rank keeps the mirror; empty: nowhere."""
+        """Where a rank keeps the state; empty: nowhere."""
         return [stored_states.path_of(fd) for fd in self._slots.get(rank, ())]
 
     def note(self, rank: int, contents: Sequence[SlotContent] = (EMPTY_SLOT,) * SLOTS) -> None:
@@ -85,10 +94,9 @@ class MirrorCopies(Slots):
     """
 
     def __init__(self, node: Node, limit_bytes: int) -> None:
-        super().__init__(node, (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1))
+        cells = Field.MIRROR_COPY_0, Field.MIRROR_COPY_1
+        super().__init__(node, cells, "mirror-copy", SLOTS, node.here if limit_bytes else ())
         self.limit_bytes = limit_bytes
-        here = node.here if limit_bytes else ()
-        self._slots = {slot.rank: stored_states.new_memory("mirror-copy", SLOTS) for slot in here}
 
     def serve(self, rank: int) -> Where:
         """Have what is kept of a lost rank's mirror ready for the one who knows the token, for a while.
@@ -207,7 +215,7 @@ class Mirrors(Slots):
     """
 
     def __init__(self, node: Node) -> None:
-        super().__init__(node, (Field.MIRROR_0, Field.MIRROR_1))
+        super().__init__(node, (Field.MIRROR_0, Field.MIRROR_1), "mirror", SLOTS + 1)
         self._why_not_fetched: dict[int, str] = {}  # by rank whose mirror was to come from another node
         self._all_bytes = 0 if node.config.buddy == "off" else self._may_take()
         copies_bytes = self._all_bytes // 2 if node.keeps_mirrors_twice else 0
@@ -216,8 +224,8 @@ class Mirrors(Slots):
 
     def close(self) -> None:
         """The ranks are gone: give the memory back."""
-        for fd in (*self.files, *self.copies.files):
-            os.close(fd)
+        super().close()
+        self.copies.close()
 
     def _may_take(self) -> int:
         """Bytes that all mirrors of this node may take together, by what is free now."""
@@ -228,12 +236,11 @@ class Mirrors(Slots):
 
     def keep(self, order: to_rank.KeepMirror) -> None:
         """A rank of this node is to keep a mirror, in this share of its memory."""
-        slot = self._node.process(order.rank)
-        if slot.rank not in self._slots:
-            self._slots[slot.rank] = stored_states.new_memory("mirror", SLOTS + 1)
+        self.make(order.rank)
         limit_share = _LIMIT_SHARE if self._node.config.buddy == "auto" else 0.0
-        paths, limit_bytes = tuple(self.paths_for(slot.rank)), int(self._all_bytes * order.share)
-        slot.send_if_present(replace(order, paths=paths, limit_bytes=limit_bytes, limit_share=limit_share))
+        paths, limit_bytes = tuple(self.paths_for(order.rank)), int(self._all_bytes * order.share)
+        order = replace(order, paths=paths, limit_bytes=limit_bytes, limit_share=limit_share)
+        self._node.process(order.rank).send_if_present(order)
 
     def source_of(self, rank: int, boundary: int, is_before_step: bool) -> Source | None:
         """Where a replacement gets the state that its rank had at a boundary; None: its mirror does not give it.

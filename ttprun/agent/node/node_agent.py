@@ -359,7 +359,7 @@ class NodeAgent:
             stored = self._open(order) if node.peers.is_follower else self.stored_of(rank)
             for rank in order.ranks:
                 if not order.is_own:  # what it keeps of itself is newer, and is refused, or was taken back
-                    self.memory.void(rank)
+                    self.memory.note(rank)
                 self._go_back(node.process(rank), stored, rank in order.trusted)
         except UNUSABLE as error:
             node.refuse_stored(rank, order.generation, error)

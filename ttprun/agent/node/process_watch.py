@@ -90,7 +90,7 @@ class ProcessWatch:
             mirror=self._mirrors.paths_for(slot.rank),
             mirror_copies=self._mirrors.copies.paths_for(slot.rank),
             mirror_copies_bytes=self._mirrors.copies.limit_bytes,
-            own_state=self._memory.paths_for(slot.local_rank),
+            own_state=self._memory.paths_for(slot.rank),
             buffers=self._memory.snapshots_of(slot.local_rank),
             snapshot_every_steps=config.verified_every or node.interval.steps or 0,
             record_limit_mib=config.record_limit_mib,

@@ -1,17 +1,16 @@
 """What this node has of its ranks' states, beside their processes: memory that outlives them. Begin with `Memory`.
 
-A rank that is alone writes to its two places in turns and says on the board which is newest
-(`ttprun.tensors.own_state`). Its records of the newest boundaries are in its recorder anyway; those of an older one it
-has written out beside its tensors. Of the ranks of the node before it a node keeps copies of the records: when that
-node is lost, they cross to the one that takes its slots. A lost rank's record must have the fingerprint of the rank
-that repairs it. What ranks mirror is in `mirrors.py`.
+A rank that is alone writes to its two slots in turns and says on the board what they hold (`ttprun.tensors.own_state`).
+Its records of the newest boundaries are in its recorder anyway; those of an older one it has written out beside its
+tensors. Of the ranks of the node before it a node keeps copies of the records: when that node is lost, they cross to
+the one that takes its slots. A lost rank's record must have the fingerprint of the rank that repairs it. What ranks
+mirror is in `mirrors.py`.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 import zlib
 from typing import Any
@@ -20,30 +19,20 @@ import msgpack
 
 from ttprun.agent.base import stored_states
 from ttprun.agent.base.stored_states import Stored, part_in, path_of
+from ttprun.agent.node.mirrors import Slots
 from ttprun.agent.node.node import Node, Process
 from ttprun.capture.records.packing import pack, read_outline
 from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder, records_up_to
 from ttprun.protocol import to_rank
-from ttprun.protocol.board import Field
+from ttprun.protocol.board import SLOTS, Field, slot_that_gives
 from ttprun.protocol.reason import Reason
-from ttprun.tensors.mirror_slots import HEADER
-from ttprun.tensors.own_state import split
+from ttprun.tensors.mirror_slots import Stored as Imaged
+from ttprun.tensors.own_state import CELLS
 
-_PLACES = 2
-_LENGTH_BYTES = 8  # of the header of a file of safetensors
 Place = tuple[list[int], list[int]]  # by local rank: descriptors of its records, and of its tensors
 
 
-def _new_places(name: str, here: int) -> list[Place]:
-    new = stored_states.new_memory
-    return [(new(name, here), new(name, here)) for _ in range(_PLACES)]
-
-
-def _paths(places: list[Place], local_rank: int) -> list[tuple[str, str]]:
-    return [(path_of(records[local_rank]), path_of(tensors[local_rank])) for records, tensors in places]
-
-
-class Memory:
+class Memory(Slots):
     """Of each rank of a node, memory for its own state and for snapshots, and what is kept of the node before.
 
     snapshots   places for two; whoever decides on them closes them, as they may be on their way to the disk
@@ -51,66 +40,59 @@ class Memory:
     """
 
     def __init__(self, node: Node) -> None:
-        self._node = node
-        self._own = _new_places("own-state", len(node.here))
-        self.snapshots = _new_places("snapshot", len(node.here))
-        self.verified = stored_states.new_memory("verified", len(node.here) if node.config.verified_every else 0)
+        is_off = node.rungs.isdisjoint(("replace", "rewind", "persist")) or node.interval.is_never
+        super().__init__(node, CELLS, "own-state", 2 * SLOTS, () if is_off else node.here)  # their records, too
+        here, new = len(node.here), stored_states.new_memory
+        self.snapshots: list[Place] = [(new("snapshot", here), new("snapshot", here)) for _ in range(SLOTS)]
+        self.verified = new("verified", here if node.config.verified_every else 0)
 
     def close(self) -> None:
         """The ranks are gone: give the memory back."""
-        for fd in (*(fd for place in self._own for fds in place for fd in fds), *self.verified):
+        super().close()
+        for fd in self.verified:
             os.close(fd)
 
     def snapshots_of(self, local_rank: int) -> list[tuple[str, str]]:
         """Where a rank puts its part of each snapshot."""
-        return _paths(self.snapshots, local_rank)
+        return [(path_of(records[local_rank]), path_of(tensors[local_rank])) for records, tensors in self.snapshots]
 
     # A rank's own state.
 
-    def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
-        """Where a rank may keep its own state; nowhere, if nobody would go back to it."""
-        if self._node.rungs.isdisjoint(("replace", "rewind", "persist")) or self._node.interval.is_never:
-            return []
-        return _paths(self._own, local_rank)
-
     def newest(self, rank: int) -> int | None:
         """The newest boundary that a process for this rank, which has none now, can go back to; None: there is none."""
-        boundary, place = split(self._node.board.get(rank, Field.OWN_STATE))
+        boundary = max(content.boundary for content in self.held_by(rank))
         if not boundary or not self._node.is_here(rank):
             return None
-        slot = self._node.process(rank)
         try:
-            is_there = self._is_in_recorder(slot, boundary) or (
-                part_in(self._own[place][0][slot.local_rank])["records"][-1][0] == boundary
+            is_there = self._is_in_recorder(rank, boundary) or (
+                self._own_part(rank, boundary)["records"][-1][0] == boundary
             )
         except (OSError, ValueError, LookupError):
             return None
         return boundary if is_there else None
 
     def stored(self, rank: int, boundary: int) -> Stored | None:
-        """What a rank has kept of a boundary; None if it is not the newest that it keeps."""
-        newest, place = split(self._node.board.get(rank, Field.OWN_STATE))
-        if newest != boundary:
+        """What a rank has kept of a boundary; None if it does not keep that."""
+        path = self.path_of(rank, boundary)
+        if not path:
             return None
-        slot = self._node.process(rank)
-        records, tensors = (fds[slot.local_rank] for fds in self._own[place])
         return Stored(
             boundary,
             "shared memory",
             (),
-            _header_of(tensors),
-            (path_of(tensors),),
-            lambda _: part_in(records),
-            is_in_recorder=self._is_in_recorder(slot, boundary),
+            Imaged(path).described,
+            (path,),
+            lambda _: self._own_part(rank, boundary),
+            is_in_recorder=self._is_in_recorder(rank, boundary),
         )
 
-    def void(self, rank: int) -> None:
-        """The rank begins anew, or goes back to another state: its own is void."""
-        self._node.board.set(rank, Field.OWN_STATE, 0)
+    def _own_part(self, rank: int, boundary: int) -> dict[str, Any]:
+        number = slot_that_gives(self.held_by(rank), boundary, "state")
+        return part_in(self._slots[rank][SLOTS:][number or 0])
 
-    def _is_in_recorder(self, slot: Process, boundary: int) -> bool:
+    def _is_in_recorder(self, rank: int, boundary: int) -> bool:
         try:
-            records_up_to(self._node.recorder_of(slot), boundary)
+            records_up_to(self._node.recorder_of(self._node.process(rank)), boundary)
         except KeyError:
             return False
         return True
@@ -178,11 +160,3 @@ def why_not_alike(order: to_rank.Replay, mine: str) -> Reason:
         return Reason()
     differ = f"rank {order.rank} and rank {order.source} held different weights at boundary {order.boundary}"
     return Reason("other-weights", f"{differ}: they do not replicate each other")
-
-
-def _header_of(fd: int) -> list[Any]:
-    """What the tensors of a file are, as `ttprun.tensors.replicated` describes them."""
-    size = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
-    stored = json.loads(os.pread(fd, size, _LENGTH_BYTES))
-    header: list[Any] = json.loads(stored["__metadata__"][HEADER])[0]
-    return header
