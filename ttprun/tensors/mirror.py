@@ -26,7 +26,7 @@ from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent, slot_of, unpack_slot
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import optimizer_registry, replicated, sharded
-from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, held_now, lay_out
+from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, held_now
 from ttprun.tensors.replicated import PostStepWeights
 
 if TYPE_CHECKING:
@@ -36,14 +36,6 @@ _CHEAP_S = 0.005  # of processor time: a copy that takes no longer is kept, howe
 _LOOKED_AT = 8  # newest copies, and steps
 
 _CELLS = (Field.MIRROR_0, Field.MIRROR_1)
-
-
-class _TooLargeError(Exception):
-    """The mirror takes more memory than it may: so many bytes."""
-
-    def __init__(self, size_bytes: int) -> None:
-        super().__init__("too little memory")
-        self.size_bytes = size_bytes
 
 
 class Mirror:
@@ -62,6 +54,7 @@ class Mirror:
         self._parts: list[ReducedParts] = []
         self._use(paths)
         self._limit_bytes, self._limit_share = 0, 0.0
+        self._too_large_bytes = 0  # as many would have been needed
         self._is_of_results = False
         self._took_s: tuple[float, ...] = ()  # of the newest copies
         self._steps_s: tuple[float, ...] = ()  # between the newest steps
@@ -198,8 +191,8 @@ class Mirror:
             slot.memory.release()
         for parts in self._parts:
             parts.release()
-        size = error.size_bytes if isinstance(error, _TooLargeError) else 0
-        session.channel.send(from_rank.StateMirrored(boundary, size, self._limit_bytes, why_not=self.why_off))
+        sizes = self._too_large_bytes, self._limit_bytes
+        session.channel.send(from_rank.StateMirrored(boundary, *sizes, why_not=self.why_off))
 
     def _note(self, content: SlotContent) -> None:
         self._board.set(self._rank, _CELLS[slot_of(content.boundary)], content.pack())
@@ -245,16 +238,13 @@ class Mirror:
         if kept.why_not():
             return False
         with torch.no_grad():
-            forms, state = held_now(kept)
+            layout, state = held_now(self._layout, kept, 1 + kept.is_kept)
             if not state:
                 raise NotRepairableError(Reason("optimizer-state-unknown", "its optimizers have no parameters"))
-            layout = self._layout
-            if layout is None or layout.forms != forms or bool(layout.before) != kept.is_kept:
-                layout = self._layout = lay_out(forms, 1 + kept.is_kept)
-                self._check_size(0)
             if len(state) != len(layout.state):
-                self._layout = None
                 return False  # a backward has shown meanwhile which gradients belong to the state
+            self._layout = layout
+            self._check_size(0)
             slot.lay_out(layout, state)
             began_s = time.thread_time()
             slot.copy(state)
@@ -318,10 +308,11 @@ class Mirror:
         return SLOTS * slot + sum(parts.size for parts in self._parts) + more_results
 
     def _check_size(self, more_results: int) -> None:
-        """Raises _TooLargeError if with so many bytes more it takes more than it may."""
+        """Raises NotRepairableError if with so many bytes more it takes more than it may."""
         needed = self._size_bytes(more_results)
         if needed > self._limit_bytes:
-            raise _TooLargeError(needed)
+            self._too_large_bytes = needed
+            raise NotRepairableError("too little memory")
 
 
 def _count() -> int:
@@ -363,14 +354,7 @@ def load_step(path: str, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _load_state(stored: Stored) -> None:
-    remaining = iter(zip(stored.places, stored.state, strict=True))
-
-    def fill(key: str, tensor: torch.Tensor) -> None:
-        theirs, offset = next(remaining)
-        if (place := sharded.place_of(tensor)) != theirs:
-            raise NotRepairableError(
-                Reason("sharding-unknown", f"{key}: this rank's part is {place}, and the lost rank's was {theirs}")
-            )
-        stored.copy_to(local_of(tensor), offset)
-
-    replicated.take_over(stored.described, fill)
+    offsets = iter(stored.state)
+    replicated.take_over_parts(
+        *(stored.described, stored.places, "the lost rank's was"), lambda part: stored.copy_to(part, next(offsets))
+    )

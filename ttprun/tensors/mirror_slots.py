@@ -43,7 +43,8 @@ class Layout:
     """Where things are in an image, by its first bytes: who reads it finds them as who wrote it. Raises ValueError.
 
     head       these bytes
-    forms      of parameters and states for which it was made, see `held_now`; not in what is read
+    forms      for which it was made: of each parameter, and of each value of its state with its name, shape and dtype
+               or the value; not in what is read
     described  the state, by `replicated.describe`
     keys, places   of each tensor of it, in that order: its key, and which part of a sharded one it is
     kinds      dtype, shape, and which part it is as [shape, offsets, sizes]; None: all, or what no checkpoint can hold
@@ -52,6 +53,7 @@ class Layout:
     gradients  offset of each parameter's gradient
     before     offset of each parameter's weights before the next step, if the script may change them; else empty
     marks      offset of one byte a parameter: whether there is a gradient
+    times      as for `held_now`
     split      at which the state ends, and what the next step needs begins
     size       in bytes
     """
@@ -59,16 +61,16 @@ class Layout:
     def __init__(self, head: bytes, forms: Sequence[tuple[Any, ...]] = ()) -> None:
         self.head, self.forms = head, forms
         header = json.loads(head[_LENGTH_BYTES:])
-        self.described, parts, times = json.loads(header["__metadata__"][HEADER])
+        self.described, parts, self.times = json.loads(header["__metadata__"][HEADER])
         self.keys, self.places, self.kinds = ([part[at] for part in parts] for at in range(3))
         spans = [[len(head) + at for at in header[key]["data_offsets"]] for key in self.keys]
         self.state = [begin for begin, _ in spans]
         tensors_of = (1 + sum(is_tensor for _, is_tensor, *_ in state) for _, _, state in self.described)
         *self.weights, _ = accumulate(tensors_of, initial=0)
         end = max((end for _, end in spans), default=len(head))
-        self.split = _aligned(end) if times else end
+        self.split = _aligned(end) if self.times else end
         sizes = [_aligned(spans[at][1] - spans[at][0]) for at in self.weights]
-        *places, self.marks = accumulate(sizes * times, initial=self.split)
+        *places, self.marks = accumulate(sizes * self.times, initial=self.split)
         self.gradients, self.before = places[: len(sizes)], places[len(sizes) :]
         self.size = self.marks + len(self.gradients)
 
@@ -139,10 +141,12 @@ class Slot:
         return Part(content, self.path, at, end - at, whole)
 
 
-def held_now(kept: PostStepWeights) -> tuple[list[tuple[Any, ...]], list[torch.Tensor]]:
-    """(forms of each parameter and each value of its state, their tensors) in the order of `replicated.describe`.
+def held_now(layout: Layout | None, kept: PostStepWeights, times: int) -> tuple[Layout, list[torch.Tensor]]:
+    """A layout for this rank's state, the same one as long as it fits, and the state's tensors.
 
-    A form is [name of state,] shape and dtype, or the name of a state and its value.
+    times   how often there is room for something of the form of each parameter: its gradient, and once more
+
+    Raises NotRepairableError, ValueError.
     """
     forms, tensors = list[tuple[Any, ...]](), list[torch.Tensor]()
     for _, parameter, state, _, _ in replicated.rows():
@@ -154,21 +158,15 @@ def held_now(kept: PostStepWeights) -> tuple[list[tuple[Any, ...]], list[torch.T
                 tensors.append(local_of(value))
             else:
                 forms.append((name, len(value) if type(value) is list else value))
-    return forms, tensors
-
-
-def lay_out(forms: Sequence[tuple[Any, ...]], times: int) -> Layout:
-    """A layout for the tensors of these forms. Raises NotRepairableError, ValueError.
-
-    times   how often there is room for something of the form of each parameter: its gradient, and once more
-    """
+    if layout is not None and (layout.forms, layout.times) == (forms, times):
+        return layout, tensors
     described, parts = replicated.describe()
     about = [described, [[part.key, part.place, _kind_of(part)] for part in parts], times]
-    tensors = {part.key: part.tensor for part in parts}
-    if len(tensors) < len(parts):
+    content = {part.key: part.tensor for part in parts}
+    if len(content) < len(parts):
         said = f"an optimizer keeps a state that is called '{WEIGHT}'"
         raise fail_open.NotRepairableError(Reason("optimizer-state-unknown", said))
-    return Layout(tensor_file.lay_out(tensors, {"format": "pt", HEADER: json.dumps(about)})[0], forms)
+    return Layout(tensor_file.lay_out(content, {"format": "pt", HEADER: json.dumps(about)})[0], forms), tensors
 
 
 def _kind_of(part: replicated.Part) -> list[Any]:

@@ -20,7 +20,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import EMPTY_SLOT, SLOTS, Board, Field, SlotContent, unpack_slot
 from ttprun.protocol.reason import Reason
 from ttprun.tensors.memory import Memory, free_bytes
-from ttprun.tensors.mirror_slots import Layout, Slot, held_now, lay_out
+from ttprun.tensors.mirror_slots import Layout, Slot, held_now
 from ttprun.tensors.replicated import PostStepWeights
 
 if TYPE_CHECKING:
@@ -83,14 +83,12 @@ class OwnState:
         return min(self._took_s, default=0.0)
 
     def _copy(self, boundary: int, kept: PostStepWeights) -> None:
-        place, layout = 1 - self._place, self._layout
+        place, before = 1 - self._place, self._layout
         began_s = time.thread_time()
-        forms, state = held_now(kept)
-        if layout is None or layout.forms != forms:
-            size_before = layout.size if layout else -1
-            layout = self._layout = lay_out(forms, 0)
-            if layout.size != size_before:
-                self._not_measured = SLOTS
+        layout, state = held_now(before, kept, 0)
+        self._layout = layout
+        if before is None or layout.size != before.size:
+            self._not_measured = SLOTS
         if any(layout.places):
             said = "its parameters are sharded, and those are kept in snapshots only"
             raise NotRepairableError(Reason("sharding-unknown", said))

@@ -265,6 +265,29 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None], is_s
         old.update(new)
 
 
+def take_over_parts(
+    header: list[Any], places: Sequence[str | None], whose: str, fill: Callable[[torch.Tensor], None]
+) -> None:
+    """Load what another process has described, which must have had the same parts of sharded tensors.
+
+    header   as for `take_over`
+    places   of its tensors, as in `Part.place`
+    whose    these are, for people
+    fill     called with this rank's part of each tensor, in that order, to write to
+
+    Raises NotRepairableError.
+    """
+    remaining = iter(places)
+
+    def fill_part(key: str, tensor: torch.Tensor) -> None:
+        if (place := sharded.place_of(tensor)) != (theirs := next(remaining)):
+            said = f"{key}: this rank's part is {place}, and {whose} {theirs}"
+            raise NotRepairableError(Reason("sharding-unknown", said))
+        fill(local_of(tensor))
+
+    take_over(header, fill_part)
+
+
 def _take_over_state(
     name: str,
     parameter: torch.Tensor,

@@ -29,7 +29,7 @@ from ttprun.introspect.tensor_bytes import bytes_of, plain, unseen
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import sharded
 from ttprun.tensors.memory import Memory, free_bytes
-from ttprun.tensors.replicated import describe, digest, digest_of_shards, take_over
+from ttprun.tensors.replicated import describe, digest, digest_of_shards, take_over_parts
 
 # Where the source of a state and those that it repairs meet: on one node, or over nodes. Read `InDirectory` first.
 
@@ -456,19 +456,9 @@ def fetch(place: MeetingPlace, limit_s: float, check: Callable[[], None]) -> str
 def _receive(connection: socket.socket, limit_s: float) -> None:
     (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
     header, places, sent = msgpack.unpackb(exactly(connection, size))
-    remaining = iter(places)
-
     with _way_of(connection, limit_s) as fill_part:
         stages.reached("transfer")
-
-        def fill(key: str, tensor: torch.Tensor) -> None:
-            if (place := sharded.place_of(tensor)) != (theirs := next(remaining)):
-                raise NotRepairableError(
-                    Reason("sharding-unknown", f"{key}: this rank's part is {place}, and the source's {theirs}")
-                )
-            fill_part(model_tensors.local_of(tensor))
-
-        take_over(header, fill)
+        take_over_parts(header, places, "the source's is", fill_part)
     if (loaded := digest_of_shards()) != sent:
         raise NotRepairableError(
             Reason(

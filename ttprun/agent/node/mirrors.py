@@ -62,8 +62,9 @@ class Slots:
 
     def close(self) -> None:
         """The ranks are gone: give the memory back."""
-        for fd in (fd for slots in self._slots.values() for fd in slots):
-            os.close(fd)
+        while self._slots:  # what is still being fetched for them belongs to nobody then
+            for fd in self._slots.popitem()[1]:
+                os.close(fd)
 
     def paths_for(self, rank: int) -> list[str]:
         """Where a rank keeps the state; empty: nowhere."""
@@ -275,18 +276,16 @@ class Mirrors(Slots):
         then    called once they are there, or will not come
         """
         there = {rank: place for rank, place in where.items() if place.port}
-        slots = {rank: stored_states.new_memory("mirror", SLOTS + 1) for rank in there}
-        self._slots |= slots
-        files = {
-            rank: [os.dup(fd) for fd in fds[:SLOTS]] for rank, fds in slots.items()
-        }  # a new group closes the others
+        self._slots |= {rank: stored_states.new_memory(self._name, self._count) for rank in there}
+        slots = {rank: self._slots[rank] for rank in there}
+        files = {rank: [os.dup(fd) for fd in fds[:SLOTS]] for rank, fds in slots.items()}  # a new group closes those
 
         def fetch() -> dict[int, tuple[Sequence[SlotContent], str]]:
             fetched, left_bytes = dict[int, tuple[Sequence[SlotContent], str]](), self._all_bytes
             for rank, place in there.items():
                 try:
                     contents, taken = fetch_copies(place, files[rank], left_bytes)
-                except OSError as error:
+                except Exception as error:  # whatever it is, those that wait for it are to hear of it
                     fetched[rank] = (EMPTY_SLOT,) * SLOTS, f"{place.address}: {error}"
                 else:
                     fetched[rank], left_bytes = (contents, ""), left_bytes - taken
@@ -305,10 +304,7 @@ class Mirrors(Slots):
                 )
             then()
 
-        def failed(error: Exception) -> None:
-            note_fetched({rank: ((EMPTY_SLOT,) * SLOTS, repr(error)) for rank in slots})
-
-        self._node.in_background(fetch, note_fetched, failed)
+        self._node.in_background(fetch, note_fetched)
 
     def why_not_held(self, rank: int, boundary: int) -> str:
         """A sentence: the mirror of a rank of this node does not give its state of a boundary."""
