@@ -206,6 +206,7 @@ def test_weights_that_the_script_changes_between_its_steps_are_those_that_the_st
     paths: list[str],
 ) -> None:
     lost = Rank(OPTIMIZERS["momentum"], 1, paths)
+    lost.optimizer.state[lost.weights[0]]["wide"] = torch.ones(2, dtype=torch.complex128)
     for _ in range(5):
         lost.step()
         with torch.no_grad():

@@ -162,11 +162,17 @@ def held_now(layout: Layout | None, kept: PostStepWeights, times: int) -> tuple[
         return layout, tensors
     described, parts = replicated.describe()
     about = [described, [[part.key, part.place, _kind_of(part)] for part in parts], times]
-    content = {part.key: part.tensor for part in parts}
+    content = {part.key: _as_two_reals(part.tensor) if times else part.tensor for part in parts}
     if len(content) < len(parts):
         said = f"an optimizer keeps a state that is called '{WEIGHT}'"
         raise fail_open.NotRepairableError(Reason("optimizer-state-unknown", said))
     return Layout(tensor_file.lay_out(content, {"format": "pt", HEADER: json.dumps(about)})[0], forms), tensors
+
+
+def _as_two_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """The form under which a file of safetensors has room for complex128, which it cannot name; others as they are."""
+    is_wide = tensor.dtype is torch.complex128
+    return torch.empty((*tensor.shape, 2), dtype=torch.float64, device="meta") if is_wide else tensor
 
 
 def _kind_of(part: replicated.Part) -> list[Any]:
