@@ -179,36 +179,27 @@ class SparePool:
     def let_in(self, link: Channel, hello: meeting.Hello) -> None:
         """A launcher has come through the listener."""
         assert self._selector is not None
-        if hello.node >= 0:
-            link.send(meeting.Deposed("its node was given up, and another one may have its slots"))
-            link.close()
-            return
-        if self.is_ending():
-            link.send(meeting.Concluded("restart", "the job is ending", True, 0))
-            link.close()
-            return
-        if hello.node == meeting.ASKS:
-            link.send(meeting.Accepted())
-            link.close()
-            return
-        differs = [name for name, mine in self._alike.items() if hello.alike.get(name, "") != mine]
-        if differs:
-            reason = f"the job and this node ({hello.address}) differ in {differs[0]}"
-            link.send(meeting.Rejected(reason, "start the same on every node"))
-            link.close()
-            return
-        if self._sees_needed and not hello.shares:
-            reason = f"this node ({hello.address}) does not see the save directory of the job"
-            link.send(meeting.Rejected(reason, "name one that all nodes share (--save-dir)"))
+        answer = self._answer(hello)
+        link.send(answer)
+        if hello.node == meeting.ASKS or not isinstance(answer, meeting.Accepted):
             link.close()
             return
         self._waiting.append(Waiting(link, hello.address, hello.listener, time.monotonic(), hello.pool))
         self._selector.register(link.sock, selectors.EVENT_READ, lambda: self._hear(link))
-        link.send(meeting.Accepted())
         for message in (self._warmth, self._pools):
             if message is not None:
                 link.send(message)
         self._came(hello.address)
+
+    def _answer(
+        self, hello: meeting.Hello
+    ) -> meeting.Accepted | meeting.Rejected | meeting.Deposed | meeting.Concluded:
+        if hello.node >= 0:
+            return meeting.Deposed("its node was given up, and another one may have its slots")
+        if self.is_ending():
+            return meeting.Concluded("restart", "the job is ending", True, 0)
+        why_not = None if hello.node == meeting.ASKS else why_unfit(hello, self._alike, self._sees_needed, "the job")
+        return why_not or meeting.Accepted()
 
     def announce(self, pools: meeting.SparePools) -> None:
         """Let all who wait know where to go if this agent is lost; also those who come later."""
@@ -264,6 +255,25 @@ class SparePool:
                 launcher.link.send(last_word)
             self._leave(launcher.link)
         self.listener.close()
+
+
+def why_unfit(hello: meeting.Hello, alike: Mapping[str, str], is_shared: bool, leader: str) -> meeting.Rejected | None:
+    """What differs between a node that has come and those that are there; None if they fit each other.
+
+    alike      what must be the same on all nodes, by its name for people
+    is_shared  so must the save directory
+    leader     what those that are there are called
+    """
+    node = f"this node ({hello.address})" if hello.node < 0 else f"node {hello.node} ({hello.address})"
+    if is_shared and not hello.shares:
+        reason = f"{node} does not see the save directory of {leader}"
+        return meeting.Rejected(reason, "--elastic needs one that all nodes share (--save-dir)")
+    for name, ours in alike.items():
+        theirs = hello.alike.get(name, "")
+        if theirs != ours:
+            reason = f"{leader} and {node} differ in {name}: {ours} and {theirs}"
+            return meeting.Rejected(reason, "start the same on every node")
+    return None
 
 
 def keep_alive(sock: socket.socket) -> None:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, NoReturn, get_args
 from msgspec import structs
 
 from ttprun.agent.base.peers import Peers, ready
-from ttprun.agent.base.spare_pool import Listener, SparePool, keep_alive
+from ttprun.agent.base.spare_pool import Listener, SparePool, keep_alive, why_unfit
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.channel import Channel
@@ -239,16 +239,9 @@ def _why_not(occasion: Occasion, place: Place, arrivals: Sequence[_Arrival]) -> 
             off = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
             why = f"the clock of node {hello.node} ({hello.address}) is {off} that of node 0 ({place.address})"
             return meeting.Rejected(why, "set the clocks of all nodes, by NTP for example")
-        if place.listener is not None and not hello.shares:
-            why = f"node {hello.node} ({hello.address}) does not see the save directory of node 0 ({place.address})"
-            return meeting.Rejected(why, "--elastic needs one that all nodes share (--save-dir)")
-        for name, mine in place.alike.items():
-            theirs = hello.alike.get(name, "")
-            if theirs != mine:
-                where = f"node 0 ({place.address}) and node {hello.node} ({hello.address})"
-                return meeting.Rejected(
-                    f"{where} differ in {name}: {mine} and {theirs}", "start the same on every node"
-                )
+        why_not = why_unfit(hello, place.alike, place.listener is not None, f"node 0 ({place.address})")
+        if why_not is not None:
+            return why_not
     return None
 
 
