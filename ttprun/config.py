@@ -112,10 +112,11 @@ class Config(BaseModel):
         120, description="seconds to reconnect the ranks and to issue the interrupted step's collectives again"
     )
     persist_timeout_s: Seconds = Field(600, description="seconds to write a checkpoint when the job ends")
-    move_on: list[Literal["notice"]] = Field(
+    move_on: list[Literal["notice", "straggler"]] = Field(
         [],
         description="rules by which healthy ranks are moved. notice: a node whose launcher gets SIGUSR1 is drained if "
-        "a spare node waits",
+        "a spare node waits. straggler: a rank for which the others have waited for half a minute gets another "
+        "process, once, and another device if one is free",
     )
     grace_s: Seconds | None = Field(
         None,

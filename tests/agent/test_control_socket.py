@@ -192,7 +192,7 @@ def requests_of(job: recovery.Job, **differing: Any) -> Requests:
     known = {"job": job, "verdict": None, "is_broken": False, "config": config, "peers": Peers()}
     node: Any = SimpleNamespace(**known | differing)
     nobody: Any = None
-    return Requests(node, nobody, nobody)
+    return Requests(node, nobody, nobody, nobody)
 
 
 def test_who_asks_too_early_hears_who_is_not_ready() -> None:
@@ -209,3 +209,19 @@ def test_who_asks_when_nobody_decides_any_more_hears_so() -> None:
     reported = requests_of(job, is_broken=True).answer(SaveNow())
 
     assert reported == Rejected("ttprun's supervisor has failed: the job runs as under torchrun")
+
+
+def test_a_rank_that_holds_the_others_up_is_moved_once_and_a_refusal_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = requests_of(recovery.new_job(recovery.Settings(world_size=2)))
+    requests.standbys = SimpleNamespace(is_on_its_way=False)  # type: ignore[assignment]
+    replies = iter([Rejected("the job is REPLAYING; ask again")] * 2 + [Accepted(ranks=(1,))])
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(requests, "_move", lambda *words, device: asked.append((*words, device)) or next(replies))
+
+    for _ in range(5):
+        requests.move_straggler(1)
+
+    assert asked == [((1,), "it held the others up", "*")] * 3
+    assert caplog.messages == ["rank 1 holds the others up, and is not moved: the job is REPLAYING; ask again"]

@@ -393,10 +393,13 @@ for name, file, changes in user_code.modules():
 def test_a_rank_leaves_a_device_that_is_suspect_twice_if_another_one_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     preloads, starts = Preloads(), [{"local_rank_id": rank, "env": {}} for rank in (0, 1)]
-    slots: Any = [SimpleNamespace(handler=SimpleNamespace(start=start)) for start in starts]
+    slots: Any = [
+        SimpleNamespace(local_rank=one["local_rank_id"], handler=SimpleNamespace(start=one)) for one in starts
+    ]
     preloads.devices = {0: 0, 1: 1}
 
     said = [preloads.note_suspect(slots[rank], slots).partition(":")[2] for rank in (1, 1, 0, 0)]
 
     assert said == ["", " the rank uses device 2 from now on", "", " take device 0 out of the job"]
-    assert [slot.handler.start["env"] for slot in slots] == [{}, {"CUDA_VISIBLE_DEVICES": "0,2,1"}]
+    assert [preloads.start_of(start)["env"] for start in starts] == [{}, {"CUDA_VISIBLE_DEVICES": "0,2,1"}]
+    assert [preloads.give(slots[0], slots, wanted) for wanted in ("2", "1", "")] == ["", "", ""]

@@ -39,7 +39,7 @@ class Ranks:
         slot = SimpleNamespace(rank=0, is_protected=True, import_s=4.0, handler=SimpleNamespace(start={"env": {}}))
         self.slots = self.here = [slot, slot]
         self.peers = SimpleNamespace(node=0)
-        self.is_in_incident = False
+        self.is_in_incident = self.is_unprotected = False
         self.standbys = FakeStandbys()
         self.watch = StandbyWatch(self, self.standbys)  # type: ignore[arg-type]
 
@@ -104,6 +104,15 @@ def test_the_user_is_told_once_that_a_standby_is_ready(ranks: Ranks, caplog: pyt
     ranks.look()
 
     assert (before, caplog.messages) == ([], [READY])
+
+
+def test_nobody_is_told_of_a_standby_that_no_rank_may_use(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.is_unprotected = ranks.standbys.is_complete = True
+    ranks.watch.start()
+
+    ranks.look()
+
+    assert caplog.messages == []
 
 
 def test_while_none_is_ready_for_long_the_user_is_told_what_a_lost_rank_costs(

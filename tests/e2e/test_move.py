@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +158,30 @@ def test_all_ranks_at_once_cannot_be_moved_and_train_on(start_ttprun: StartTtpru
     assert asked.returncode == 2
     assert "no rank would be left to repair the others from" in asked.stderr
     assert (result.exit_code, result.incidents) == (0, []), result.story()
+
+
+def test_a_rank_goes_to_a_device_that_no_rank_has_and_its_old_process_waits_for_that(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5,6")
+    words = ["--device", "npu", "--gate", str(tmp_path / "gate")]
+    launch = start_ttprun("gated_steps.py", 2, script_args=words, device="npu")
+    launch.wait_for_line(0, "step 11 ")
+    launch.wait_for_standby("ready")
+
+    refused = [move(launch, 1, "--to-device", device) for device in ("4", "7")]
+    words_of_move = [sys.executable, "-m", "ttprun", "move", "1", "--to-device", "6", "--run", str(launch.run_dir)]
+    with subprocess.Popen(words_of_move, env=environment()) as asked:
+        launch.wait_for_event("incident")
+        (tmp_path / "gate").touch()
+    devices = Path(f"/proc/{launch.wait_for_rank(1)['pid']}/environ").read_bytes().split(b"\0")
+    result = launch.finish()
+
+    assert [reply.returncode for reply in refused] == [2, 2], result.story()
+    assert "the node of rank 1 has no device 4 that no rank has" in refused[0].stderr
+    assert asked.returncode == 0, result.story()
+    assert b"ASCEND_RT_VISIBLE_DEVICES=4,6,5" in devices, result.story()
+    assert_only_replaced(result)
+    (tmp_path / "open").touch()
+    words[-1] = str(tmp_path / "open")
+    assert_same_outcome(result, undisturbed("gated_steps.py", 2, words, device="npu"))

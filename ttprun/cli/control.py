@@ -34,7 +34,7 @@ from ttprun.errors import ConfigError, in_short
 from ttprun.observe.console import ProgressLine
 from ttprun.observe.run_directory import RunDirectory, StackReport, groups_of, read_stacks
 from ttprun.observe.run_view import load
-from ttprun.observe.status import IncidentStatus, RunStatus, read_status
+from ttprun.observe.status import BEING_PREPARED, IncidentStatus, RunStatus, read_status
 from ttprun.protocol.codec import Refused, decode
 from ttprun.protocol.control_requests import (
     Accepted,
@@ -97,6 +97,7 @@ def ask(directory: RunDirectory, request: Request) -> Reply:
 
 
 _STACKS_LIMIT_S = 10.0
+_STANDBY_LIMIT_S = 30.0  # without one a move only takes longer
 _LOOK_AGAIN_S = 0.02
 _MOST_RANKS = 16
 
@@ -191,17 +192,22 @@ def move(
         bool,
         typer.Option("--end-first", help="End the old process first: it has a port or file that the new one needs."),
     ] = False,
+    to_device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Another one of its node, as in CUDA_VISIBLE_DEVICES; no rank has it.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
 ) -> int:
     """Give a healthy rank a new process, and wait until it trains: a standby takes its step again from its record.
 
     For a rank that is slower than the others, or has a process or a device that you do not trust. The others wait as
     long as for the repair of a lost rank; no step is lost. If it fails, the old process trains on (but not on a machine
-    with GPUs or NPUs, where it is ended first).
+    with GPUs or NPUs, where it is ended first, unless the new one gets another device).
 
     Exit code: 0 the new process trains, 1 the job had to go another way, 2 refused: the rank trains on as it is.
     """
-    request = MoveRanks(tuple(sorted({*rank})), end_first)
+    request = MoveRanks(tuple(sorted({*rank})), end_first, to_device)
+    if to_device and len(request.ranks) > 1:
+        raise ConfigError("--to-device moves one rank", "name one, and ask again for the next")
     return _change(request, run, anyway, as_json, f"moving rank {', '.join(map(str, rank))}")
 
 
@@ -227,6 +233,10 @@ def _change(request: MoveRanks | DrainNode, run: str | None, anyway: bool, as_js
     unproved = load(RunDirectory.find(run)).not_proved
     if unproved and not anyway:
         raise ConfigError(f"not begun: {in_short(list(unproved), 2)} would perhaps not come back", "--anyway moves it")
+    with ProgressLine("waiting for a standby", 0, lambda: 0):
+        gives_up_s = time.monotonic() + _STANDBY_LIMIT_S
+        while load(RunDirectory.find(run)).standby_state == BEING_PREPARED and time.monotonic() < gives_up_s:
+            time.sleep(_LOOK_AGAIN_S)
     directory, answer = ask_running(run, request, "not begun")
     with ProgressLine(what, 0, lambda: 0):
         incident = _wait_for_incident(directory, answer.after)

@@ -13,19 +13,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from ttprun.errors import ConfigError, counted
 from ttprun.observe.events import Point, read_history, read_on, spans_of, unix_s
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import IncidentStatus, RunStatus, describe_protection, read_status
+from ttprun.observe.status import IncidentStatus, RunStatus, describe_protection, read_status, stragglers_of
 
 Event = Mapping[str, Any]
 _RECENT_S = 60.0
 _EVENTS = 20_000  # of the log, the newest
 _SPANS = 50  # incidents whose phases are drawn
-_MORE_BUSY = 0.2  # than the others: chance alone does not make it in so many looks
 REASONS = {
     "startup": "from the launch to the first step",
     "recovery": "incidents, from the loss to the next step",
@@ -82,10 +80,7 @@ def summarize(status: RunStatus, history: Sequence[Point], events: Iterable[Even
     pauses = pauses_of(events, now_s)
     productive_s, lost_s = _account(started_s, now_s, history, pauses, status.has_ended)
     rate = recent_rate(history, pauses)
-    busy = {rank.rank: rank.busy for rank in status.ranks if rank.busy is not None}
-    usual_busy = median(busy.values()) if len(busy) > 1 else None
-    slow = [rank for rank in busy if usual_busy is not None and busy[rank] > usual_busy + _MORE_BUSY]
-    slow.sort(key=busy.__getitem__, reverse=True)
+    stragglers, usual_busy = stragglers_of(status)
     return Summary(
         sentence=sentence_of(status, rate),
         steps_per_s=rate,
@@ -93,7 +88,7 @@ def summarize(status: RunStatus, history: Sequence[Point], events: Iterable[Even
         productive_s=productive_s,
         lost_s=lost_s,
         usual_busy=usual_busy,
-        stragglers=tuple(slow),
+        stragglers=stragglers,
         spans={incident.id: spans_of(incident) for incident in status.incidents[-_SPANS:]},
     )
 

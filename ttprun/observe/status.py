@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,8 +25,10 @@ from ttprun.observe.run_directory import replace_file
 
 RunState = Literal["starting", "healthy", "recovering", "restarting", "done", "stopped", "failed"]
 logger = logging.getLogger(__name__)
+_MORE_BUSY = 0.2  # than the others: chance alone does not make it in so many looks
 _LONGEST_S = 1e10  # of any time in a status; some 300 years
 
+BEING_PREPARED = "being prepared"  # a standby
 ENDED: frozenset[str] = frozenset({"done", "stopped", "failed"})
 
 
@@ -290,6 +293,19 @@ def read_status(path: str | Path) -> RunStatus:
         for rank in status.ranks
     )
     return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0, standby_state="")
+
+
+def stragglers_of(status: RunStatus) -> tuple[tuple[int, ...], float | None]:
+    """Ranks for which the others wait, the slowest first: their `busy` is much higher than the median, which follows.
+
+    The median is None if too little was seen.
+    """
+    busy = {rank.rank: rank.busy for rank in status.ranks if rank.busy is not None}
+    if len(busy) < 2:
+        return (), None
+    usual = median(busy.values())
+    slow = sorted(busy.items(), key=lambda item: -item[1])
+    return tuple(rank for rank, share in slow if share > usual + _MORE_BUSY), usual
 
 
 def parse_status(text: str) -> RunStatus:

@@ -30,10 +30,12 @@ class MoveRanks(Message, frozen=True):
     """Let new processes take the places of these healthy ranks.
 
     ends_first   the old ones end before that
+    device       that the new one has; "": that of the old one
     """
 
     ranks: tuple[int, ...]
     ends_first: bool = False
+    device: str = ""
 
 
 class DrainNode(Message, frozen=True):

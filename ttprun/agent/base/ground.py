@@ -51,6 +51,7 @@ class Ground:
     generation     of the job, as far as this agent knows
     is_in_incident the machine in this agent answers a fault
     is_running     the machine in this agent does not expect the ranks to stand still
+    is_unprotected no rank can be replaced, as far as the machine in this agent knows
     verdict        set when the present group must be restarted, has failed or is done; None while it lives
     is_settled     there is a verdict, or nobody who would come to one
     is_paused      nobody decides: the group is being ended or started, or the supervisor has failed
@@ -76,7 +77,7 @@ class Ground:
         self.call, self.in_background, self.wake = calls.add, calls.in_background, calls.wake
         self.peers = Peers()
         self.generation = 0
-        self.is_in_incident = False
+        self.is_in_incident = self.is_unprotected = False
         self.is_running = True
         self._board: Board | None = None
         self.verdict: Verdict | None = None

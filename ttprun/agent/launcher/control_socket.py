@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import os
 import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never, get_args
 
@@ -27,6 +28,7 @@ from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.node_agent import NodeEyes
+from ttprun.agent.node.standbys import Standbys
 from ttprun.chaos.injected_faults import Fault, parse_fault
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import RunDirectory
@@ -44,11 +46,13 @@ from ttprun.protocol.control_requests import (
     TakeStacks,
 )
 
+logger = logging.getLogger("ttprun")
 KNOWN = {kind.__name__: kind for kind in get_args(Request)}
 CLIENT_LIMIT_S = 2.0
 MOST_CLIENTS = 16
 _REQUEST_LIMIT_BYTES = 1 << 16
 _BACKLOG = 64
+_ANY = "*"  # device
 
 
 @dataclass
@@ -167,11 +171,13 @@ class Requests:
     node: Agent
     checkpoint_writer: CheckpointWriter
     quiesce_schedule: QuiesceSchedule
+    standbys: Standbys
     stack_reports: int = 0
     inject: Callable[[Fault], str] | None = None
     eyes: NodeEyes | None = None
     repairs: Repairs | None = None
     leader: Leader | None = None
+    _moved: dict[int, str] = field(default_factory=dict)  # stragglers: why not; "": they were
 
     def answer(self, request: Request) -> Reply:
         """The reply to a request. Raises ValueError if it cannot be carried out."""
@@ -184,8 +190,8 @@ class Requests:
                 return self._call_back()
             case TakeStacks():
                 return self._take_stacks()
-            case MoveRanks(ranks=ranks, ends_first=ends_first):
-                return self._move(ranks, is_kept=not (ends_first or has_devices()))
+            case MoveRanks(ranks=ranks, ends_first=ends_first, device=device):
+                return self._move(ranks, "ttprun move", ends_first, device)
             case DrainNode(node=node):
                 return self._drain(node)
             case _:
@@ -226,8 +232,21 @@ class Requests:
             return f"{of_mindio} (--mindio)"
         return "" if node.job.phase is recovery.JobPhase.RUNNING else f"the job is {node.job.phase}; ask again"
 
-    def _move(self, ranks: tuple[int, ...], is_kept: bool) -> Reply:
-        """Have new processes take the places of healthy ranks, which is a repair without a fault."""
+    def move_straggler(self, rank: int) -> None:
+        """The others have waited for a rank for long: a new process takes its place, once, on a free device if any."""
+        done = self._moved.get(rank)
+        if done == "" or self.standbys.is_on_its_way:
+            return
+        reply = self._move((rank,), "it held the others up", device=_ANY)
+        self._moved[rank] = why_not = reply.error if isinstance(reply, Rejected) else ""
+        if why_not and why_not != done:
+            logger.warning("rank %d holds the others up, and is not moved: %s", rank, why_not)
+
+    def _move(self, ranks: tuple[int, ...], reason: str, ends_first: bool = False, device: str = "") -> Reply:
+        """Have new processes take the places of healthy ranks, which is a repair without a fault.
+
+        device   of the only rank's new process; "": the same; _ANY: one that is free, else the same
+        """
         node = self.node
         if not {*ranks} <= {*range(len(node.slots))}:
             raise ValueError(f"there are ranks 0 to {len(node.slots) - 1}")
@@ -235,10 +254,13 @@ class Requests:
         why_not = why_not or str(recovery.why_not_replaceable(node.job, ranks))
         if why_not:
             return Rejected(why_not)
-        before = node.job.incident_count
-        node.advance(
-            recovery.ReplacementAsked(at_s=time.monotonic(), ranks=ranks, reason="ttprun move", is_kept=is_kept)
-        )
+        to = ""
+        if device and node.is_here(ranks[0]):
+            to = self.standbys.preloads.give(node.process(ranks[0]), node.here, device.removeprefix(_ANY))
+        if device not in (_ANY, to):
+            return Rejected(f"the node of rank {ranks[0]} has no device {device} that no rank has")
+        before, is_kept = node.job.incident_count, not (ends_first or (has_devices() and not to))
+        node.advance(recovery.ReplacementAsked(at_s=time.monotonic(), ranks=ranks, reason=reason, is_kept=is_kept))
         return Accepted(after=before, ranks=ranks)
 
     def _drain(self, number: int) -> Reply:

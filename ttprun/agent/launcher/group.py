@@ -87,7 +87,8 @@ class Run:
         self.checkpoint_writer = CheckpointWriter(node, store, resumption)
         self.unseen = UnhookedRanks(node)
         self.status = StatusPublisher(node, self.incidents, self.standbys, self.checkpoint_writer)
-        self.requests = Requests(node, self.checkpoint_writer, self.quiesce_schedule)
+        self.requests = Requests(node, self.checkpoint_writer, self.quiesce_schedule, self.standbys)
+        self.status.on_straggler = self.requests.move_straggler
         self.announced: set[Reason] = set()
         node.domains.cleaners["standbys"] = self.standby_watch.begin_anew
 

@@ -34,6 +34,7 @@ from ttprun.observe.status import (
     parse_status,
     read_status,
     state_at_end,
+    stragglers_of,
     write_status,
 )
 from ttprun.protocol import node_messages
@@ -116,6 +117,7 @@ class StatusPublisher:
     """Writes the status of a run.
 
     of_group   returns what it shows of the present group
+    on_straggler   called with a rank as long as the others wait for it, if such ranks are to be moved
     step       optimizer steps that it had done at its end
     """
 
@@ -124,6 +126,7 @@ class StatusPublisher:
     _standbys: Standbys
     _checkpoint_writer: CheckpointWriter
     of_group: Callable[[], OfGroup] = OfGroup
+    on_straggler: Callable[[int], None] = lambda _: None
     _busy_shares: BusyShares = field(default_factory=BusyShares)
     _started_at: str = field(default_factory=timestamp)
     _written_s: float = 0.0
@@ -161,6 +164,9 @@ class StatusPublisher:
             self._has_announced = True
             limits = ", with limits: see 'ttprun status'"
             logger.warning("protected from step %d on%s", status.step, limits * (status.protection != "on"))
+        if status.is_leading and "straggler" in self._node.config.move_on:
+            for rank in stragglers_of(status)[0][:1]:  # one at a time
+                self.on_straggler(rank)
         write_status(self._node.run.status, status)
         self._history.note(status.step)
         if status.is_leading and len(slots) <= _MOST_RANKS_FOR_ALL:

@@ -181,6 +181,7 @@ class Lead(Ground):
     def job(self, job: recovery.Job) -> None:
         self._job, self.generation = job, job.generation
         self.is_in_incident, self.is_running = job.incident is not None, job.phase is recovery.JobPhase.RUNNING
+        self.is_unprotected = bool(job.unprotected_reason)
 
     @property
     def is_ending(self) -> bool:

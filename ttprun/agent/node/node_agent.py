@@ -223,7 +223,7 @@ class NodeAgent:
         if slot.defer_spawn(is_on_its_way):
             return
         try:
-            handler = self.start_process(slot.handler.start)
+            handler = self.start_process(self.standbys.preloads.start_of(slot.handler.start))
         except OSError as error:
             node.report(SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error)))
             return
@@ -303,6 +303,7 @@ class NodeAgent:
         if slot.rank not in self.parked:
             return
         old, row, self.noted[slot.rank] = self.parked.pop(slot.rank)
+        self.standbys.preloads.given.pop(slot.local_rank, None)
         if slot.handler is not old.handler:
             slot.kill()
             life_signs.let_stop(slot.pid)

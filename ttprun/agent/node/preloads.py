@@ -121,6 +121,7 @@ class Preloads:
     devices   which one each local rank uses, by its index in this node's processes
     moved     of `devices` those of ranks for which this index means another device now
     may_move  processes that use other devices than their ranks come to their ends
+    given     what the environment of local ranks' next processes has, so that they have other devices
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Preloads:
         self.moved: dict[int, int] = {}
         self.may_move = True
         self._suspected, self._deserted = set[str](), set[str]()  # devices; "": this machine, which has none
+        self.given: dict[int, dict[str, str]] = {}
         self._plan: PreloadPlan | None = None
         self.refusals = dict(refusals or {})
         self._rounds = 0
@@ -165,7 +167,7 @@ class Preloads:
 
     def others(self, start: dict[str, Any]) -> tuple[str, dict[str, dict[str, str]]]:
         """As `other_devices`, of a process that is started so, without those that are not used again."""
-        local_rank, indices = start["local_rank_id"], [*self.devices.values()]
+        start, local_rank, indices = self.start_of(start), start["local_rank_id"], [*self.devices.values()]
         # Those that are alike are no rank's choice: a script may name devices without ever making one the current one.
         at = self.devices.get(local_rank) if len({*indices}) == len(indices) else local_rank
         device, others = other_devices(os.environ | start["env"], at)
@@ -177,19 +179,33 @@ class Preloads:
         here      all ranks of this node
         returns   what was done, for people; "": nothing
         """
-        start = slot.handler.start
-        device, others = self.others(start)
+        device, _ = self.others(slot.handler.start)
         if device not in self._suspected:
             self._suspected.add(device)
             return ""
         name = f"device {device}" if device else "this machine"
-        used = {self.others(each.handler.start)[0] for each in here}
-        if not (free := [other for other in others if other not in used]):
+        if not (to := self.give(slot, here)):
             return f"{name} was suspect before, and no other device is free: take {name} out of the job"
         self._deserted.add(device)
-        self.moved[start["local_rank_id"]] = self.devices.get(start["local_rank_id"], -1)
-        slot.handler.start = start | {"env": start["env"] | others[free[0]]}
-        return f"{name} was suspect before and is not used again: the rank uses device {free[0]} from now on"
+        return f"{name} was suspect before and is not used again: the rank uses device {to} from now on"
+
+    def give(self, slot: Process, here: Sequence[Process], wanted: str = "") -> str:
+        """Give a rank's next process a device that no rank has; returns which, "": none.
+
+        here     all ranks of this node
+        wanted   the only one that it may be; "": any
+        """
+        _, others = self.others(slot.handler.start)
+        used = {self.others(each.handler.start)[0] for each in here}
+        free = next((other for other in others if other not in used and wanted in ("", other)), "")
+        if free:
+            self.given[slot.local_rank] = others[free]
+            self.moved[slot.local_rank] = self.devices.get(slot.local_rank, -1)
+        return free
+
+    def start_of(self, start: dict[str, Any]) -> dict[str, Any]:
+        """With what a rank's next process is started, if the one before was started so."""
+        return start | {"env": start["env"] | self.given.get(start["local_rank_id"], {})}
 
     def look(self, standby: Standby | None, watch: Callable[[Preloaded], None]) -> None:
         """Have a copy made if there should be one; end one that hangs.

@@ -17,6 +17,7 @@ from ttprun.agent.node.node import Node, Process
 from ttprun.agent.node.preloads import HANG_S, Preloaded, Preloads
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, kill_session
 from ttprun.errors import counted
+from ttprun.observe.status import BEING_PREPARED
 from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
 
 
@@ -152,7 +153,7 @@ class Standbys:
             made_s = [one.took_s for one in (self._contexts or {}).values() if one.is_ready]
             contexts = f", {counted(len(made_s), 'device context')} (made in {max(made_s):.1f} s)" if made_s else ""
             return f"ready, {self.preloads.state}{contexts}"
-        return "being prepared" if self.is_on_its_way else "none could be started; a lost rank gets a new process"
+        return BEING_PREPARED if self.is_on_its_way else "none could be started; a lost rank gets a new process"
 
     def take(self, local_rank: int = -1) -> Standby | StandbyCopy | None:
         """A process for a lost rank: a copy of a ready standby, which stays; else one itself. None if none is ready."""
@@ -279,7 +280,8 @@ class StandbyWatch:
 
     def _announce(self) -> None:
         """Say once that a standby is ready, and before it, if that takes long, what a lost rank costs meanwhile."""
-        if self._is_announced or not (self._standbys.may_start and self._standbys.is_wanted):
+        is_wanted = self._standbys.is_wanted and not self._node.is_unprotected
+        if self._is_announced or not (self._standbys.may_start and is_wanted):
             return
         now = time.monotonic()
         is_late = 0.0 < self._late_at_s < now
