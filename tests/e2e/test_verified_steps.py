@@ -27,10 +27,10 @@ CORRUPTIONS = {
 def corrupted(start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path) -> Callable[..., Run]:
     """A run with a fault, in which the first verified step is equal; it has ended as one without."""
 
-    def run(fault: str, verify_steps: str) -> Run:
+    def run(fault: str, verify_steps: str, *more: str) -> Run:
         gates = {name: tmp_path / name for name in ("gate", "second", "third")}
         options = ["--verify-steps", verify_steps, "--verify-every", "0"]
-        words = [word for name, gate in gates.items() for word in (f"--{name}", str(gate))]
+        words = [*more, *(word for name, gate in gates.items() for word in (f"--{name}", str(gate)))]
         launch = start_ttprun(GATED, 2, faults=[fault], options=options, script_args=words)
         launch.wait_for_standby("ready")
         gates["gate"].touch()
@@ -38,7 +38,7 @@ def corrupted(start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Pat
         gates["second"].touch()
         launch.wait_for_event("step_verified", finding="suspect")
         gates["third"].touch()
-        ended, reference = launch.finish(), undisturbed(GATED, 2)
+        ended, reference = launch.finish(), undisturbed(GATED, 2, more)
         assert (ended.hashes, ended.final, ended.exit_code) == (reference.hashes, reference.final, 0), ended.story()
         return ended
 
@@ -61,6 +61,12 @@ def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those
     assert (verified["rank"], verified["step"]) == (0, 2 * EVERY), run.story()
     assert verified["what"].startswith(named), run.story()
     assert "rank 0 is suspect: it has computed" in run.output, run.story()
+
+
+def test_of_what_fsdp2_reduces_the_layer_is_named(corrupted: Callable[..., Run]) -> None:
+    run = corrupted(CORRUPTIONS["gradient"][0], f"1/{EVERY}", "--sharded", "yes")
+
+    assert "it has computed the gradient of net.3.weight to net.3.bias (input of reduce_scatter" in run.output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A small model under DDP with dropout, whose ranks wait before steps 12, 24 and 36 until a file is there."""
+"""A small model under DDP or FSDP2, with dropout, whose ranks wait before steps 12, 24 and 36 until a file is there."""
 
 import os
 import time
@@ -6,9 +6,10 @@ import time
 import torch
 import torch.distributed as dist
 from around_the_loop import arguments, finish
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-args = arguments(gate="", second="", third="", device="cpu", defective="")
+args = arguments(gate="", second="", third="", device="cpu", defective="", sharded="")
 
 dist.init_process_group("gloo" if args.device == "cpu" else "hccl")
 rank = dist.get_rank()
@@ -20,7 +21,10 @@ net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.
 )
 if args.defective and os.environ["ASCEND_RT_VISIBLE_DEVICES"].split(",")[rank] == args.defective:
     net[0].weight.register_hook(lambda gradient: gradient + 0.5)  # in the same way each time
-model = DistributedDataParallel(net)
+if args.sharded:
+    for layer in (net[0], net[3]):
+        fully_shard(layer)
+model = fully_shard(net) if args.sharded else DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
 losses = []
@@ -37,4 +41,5 @@ for step in range(40):
     print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
 
 print(f"[rank {rank}] losses {len(losses)} sum {sum(losses)!r}")
-finish(net.state_dict().values(), args.out, net.state_dict())
+weights = {name: one.full_tensor() if args.sharded else one for name, one in net.state_dict().items()}
+finish(weights.values(), args.out, weights)

@@ -193,6 +193,8 @@ def _issue(call: Call) -> None:
             _follow_reduction(session, entry)
     if call.is_apart and entry.place and not unusual:
         session.parts[Results].note_issued(entry, inputs)
+    if session.keeper is not None and call.caller is not None and op in REDUCING:
+        entry.parameters = model_tensors.gathered_by(call.caller)
     call.is_kept = group.enter(entry, inputs)
     if call.caller is not None and call.is_kept and group.links.is_late and not group.links.needs_stop:
         entry.is_read_later = waits.is_read_later(entry, call.caller)

@@ -287,6 +287,7 @@ class Entry:
     ready       event of the device after which its inputs are there, if another thread issues it, and what is kept of
                 its result; of the first one since a step always, as the step has ended by then
     kept_row    of a step that can be taken again: what is kept of it (rank/replay/kept_steps.py)
+    parameters  of FSDP2's class for these, whose gradients it reduces in such a step
     """
 
     # Class attributes, as most entries never change these.
@@ -319,6 +320,7 @@ class Entry:
     reduces_again = False
     ready: Any = None
     kept_row: Any = None
+    parameters: Sequence[Any] = ()
 
     def __init__(self, group: Any, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
         self.group = group

@@ -307,10 +307,10 @@ def fsdp_caller() -> tuple[FrameType | None, bool]:
 
 
 def gathered_by(frame: FrameType) -> list[Any]:
-    """What this frame gathers: parameters, of FSDP2's class for these; FSDP1's handle of a flat one; [] if nothing."""
+    """What this frame gathers or reduces: parameters, of FSDP2's class for them; FSDP1's handle of a flat one; []."""
     if frame.f_globals["__name__"] in _OF_FSDP1:
         return [variable_of(frame, "self")]
     for caller in (frame, frame.f_back):  # releases differ in whether a function of the same module calls the group
-        if caller is not None and caller.f_code.co_name == "foreach_all_gather":
+        if caller is not None and caller.f_code.co_name in ("foreach_all_gather", "foreach_reduce"):
             return variable_of(caller, caller.f_code.co_varnames[0])  # type: ignore[no-any-return]
     return []

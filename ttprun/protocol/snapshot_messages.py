@@ -53,7 +53,7 @@ class SnapshotTaken(Message, frozen=True):
     took_s         for the copy
     rows           set: what the step after the snapshot came to, in the order in which it was computed: what it is, its
                    digest, and how large it is, as text; `why_not` then says why it cannot be compared
-    layouts        of a row that is one of DDP's buckets: name and size of each parameter whose gradient is in it
+    layouts        of a row that holds gradients of DDP or FSDP2: name and size of each parameter whose is in it
     """
 
     number: int

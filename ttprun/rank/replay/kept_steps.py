@@ -63,6 +63,8 @@ class _Step:
                   outputs or None] of each batch, loss and collective; sum and parts are "" unless it is verified
     after, names  digests of what the optimizers have made of the weights, and the script's names: see holdings.py
     layouts       number of elements -> name and size of each parameter in a bucket of DDP that has so many, one by one
+    reduced       id of a row -> the same of what FSDP2 reduces in it
+    names_by_id   the script's names of its parameters
     why_not       why it cannot be verified
     took_s        of the time of this rank's threads
     """
@@ -77,6 +79,8 @@ class _Step:
         self.after: dict[str, tuple[str, str]] = {}
         self.names: dict[str, str] = {}
         self.layouts: defaultdict[int, deque[list[tuple[str, int]]]] = defaultdict(deque)
+        self.reduced: dict[int, list[tuple[str, int]]] = {}
+        self.names_by_id: dict[int, str] = {}
         self.is_gathered = False
         self.why_not = ""
         self.took_s = 0.0
@@ -95,10 +99,20 @@ class _Step:
 
     def begin(self, frame: FrameType, groups: Iterable[Any]) -> None:
         """It is verified: note which gradients the buckets of DDP models over these groups will hold."""
-        names = {key: name.removeprefix("module.") for key, name in holdings.names(frame, is_by_id=True).items()}
+        named = holdings.names(frame, is_by_id=True).items()
+        self.names_by_id = {key: name.removeprefix("module.") for key, name in named}
         for row in (row for group in groups for row in group.buckets.layouts()):
-            layout = [(names.get(id(parameter), "another parameter"), parameter.numel()) for parameter in row]
+            layout = [(self._name_of(parameter), parameter.numel()) for parameter in row]
             self.layouts[sum(size for _, size in layout)].append(layout)
+
+    def note_reduced(self, row: list[Any], parameters: Sequence[Any], size: int) -> None:
+        """FSDP2 reduces gradients: [ranks, elements of all shards] in one tensor of so many elements."""
+        parts = [(self._name_of(one.sharded_param), one.padded_sharded_param_size.numel()) for one in parameters]
+        if parts and size % (of_rank := sum(elements for _, elements in parts)) == 0:
+            self.reduced[id(row)] = parts * (size // of_rank)
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return self.names_by_id.get(id(parameter), "another parameter")
 
     def _digest_of(self, tensor: torch.Tensor) -> list[Any]:
         elements = local_of(tensor).detach().cpu()
@@ -126,12 +140,15 @@ class _Step:
         """It is over, or goes no further: send what it has come to, a digest each."""
         counts: Counter[str] = Counter()
         rows, layouts = [], {}
-        for _, what, digests, _ in self.rows:
+        for row in self.rows:
+            _, what, digests, _ = row
             kind = what if what in _NAMES.values() else f"input of {what.partition(' ')[0]}"
             for digest, total, parts, size in digests:
                 counts[kind] += 1
                 rows.append((name := f"{kind} {counts[kind]}", digest + parts, total))
-                if what.startswith("allreduce ") and self.layouts[size]:
+                if id(row) in self.reduced:
+                    layouts[name] = self.reduced[id(row)]
+                elif what.startswith("allreduce ") and self.layouts[size]:
                     layouts[name] = self.layouts[size].popleft()
         for key, (weights, state) in self.after.items():
             name = self.names.get(key, key)
@@ -219,6 +236,8 @@ class Keeper:
     def issue(self, entry: Any, inputs: Sequence[torch.Tensor]) -> None:
         """A collective or message is about to be issued."""
         entry.kept_row = self._add(entry.sequence, _what(entry), inputs)
+        if entry.parameters and entry.kept_row and self._step is not None and self._step.is_verified:
+            self._step.note_reduced(entry.kept_row, entry.parameters, inputs[0].numel())
         if self._step is not None and (entry.is_apart or entry.op not in OPERATIONS):
             self._step.why_not = "it communicates on another thread, or by messages"
 
