@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ for step in range(40):
     losses.append(loss.item())
     print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
 
+if args.gate:
+    Path(f"{args.gate}-{rank}").write_text(os.environ.get("ASCEND_RT_VISIBLE_DEVICES", ""))
 print(f"[rank {rank}] losses {len(losses)} sum {sum(losses)!r}")
 weights = {name: one.full_tensor() if args.sharded else one for name, one in net.state_dict().items()}
 finish(weights.values(), args.out, weights)
