@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,7 @@ _MEASURED = ("runtime", "per_second")
 
 
 @needs("transformers")
-@pytest.mark.parametrize(
-    "case",
-    [
-        "--accumulate 2 --evaluate --save --callback: kill:rank=1,step=7,phase=backward",
-    ],
-)
+@pytest.mark.parametrize("case", ["--accumulate 2 --evaluate --save --callback: kill:rank=1,step=7,phase=backward"])
 def test_a_rank_of_a_transformers_trainer_is_replaced_and_its_checkpoints_and_logs_are_the_same(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
@@ -68,28 +62,16 @@ def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_
 
 
 @needs("ignite")
-@pytest.mark.parametrize(
-    "case",
-    [
-        "--save: kill:rank=1,step=10,phase=validation",
-    ],
-)
+@pytest.mark.parametrize("case", ["--save: kill:rank=1,step=10,phase=validation"])
 def test_a_rank_of_an_engine_of_ignite_is_replaced_and_its_checkpoints_and_metrics_are_the_same(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
     assert_replaced_and_the_same(run_ttprun, undisturbed, IGNITE, case)
 
 
-def assert_replaced_and_the_same(
-    run_ttprun: RunTtprun,
-    undisturbed: Undisturbed,
-    script: str,
-    case: str,
-    rung: str = "replace",
-    options: Sequence[str] = (),
-) -> None:
+def assert_replaced_and_the_same(run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, case: str) -> None:
     """A fault in a run of a framework's script changes nothing of what comes out."""
-    result, reference = recovered_and_undisturbed(run_ttprun, undisturbed, script, case, rung, options)
+    result, reference = recovered_and_undisturbed(run_ttprun, undisturbed, script, case)
 
     assert_same_outcome(without_times(result), without_times(reference))
     assert written(result.folder) == written(reference.folder), result.story()

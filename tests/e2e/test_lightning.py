@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +35,7 @@ def test_a_rank_of_a_lightning_trainer_is_replaced_and_its_checkpoints_and_logs_
 ) -> None:
     if "tensorboard" in case:
         pytest.importorskip("tensorboard")
-    assert_replaced_and_the_same(run_ttprun, undisturbed, TRAINER, case)
-
-
-def assert_replaced_and_the_same(
-    run_ttprun: RunTtprun,
-    undisturbed: Undisturbed,
-    script: str,
-    case: str,
-    rung: str = "replace",
-    options: Sequence[str] = (),
-) -> None:
-    """A fault changes nothing of what comes out."""
-    result, reference = recovered_and_undisturbed(run_ttprun, undisturbed, script, case, rung, options)
+    result, reference = recovered_and_undisturbed(run_ttprun, undisturbed, TRAINER, case)
 
     assert said(result) == said(reference), result.story()
     assert result.exit_code == reference.exit_code == 0, result.story()

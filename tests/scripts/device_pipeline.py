@@ -3,20 +3,14 @@
 With `--together` all messages go by batch_isend_irecv; `--device-id` names the device when the group is made.
 """
 
-import argparse
 import hashlib
 import os
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--backend", default="hccl")
-parser.add_argument("--steps", type=int, default=12)
-parser.add_argument("--together", action="store_true")
-parser.add_argument("--device-id", action="store_true")
-args = parser.parse_args()
+args = arguments(backend="hccl", steps=12, together=False, device_id=False)
 
 torch.use_deterministic_algorithms(True)
 torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())

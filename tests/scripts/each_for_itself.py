@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 each_for_itself.py --out DIR
 in a group; ends: one is made after the last step, to gather what came of it.
 """
 
-import argparse
 import gc
 import hashlib
 import os
@@ -14,19 +13,19 @@ import time
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 from torch import nn
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--more", type=int, default=0, help="further steps of each rank than of the one before")
-parser.add_argument("--seconds", type=float, default=0.01, help="of a step, at least")
-parser.add_argument("--rate", type=float, default=float(os.environ.get("RATE", "1e-2")), help="of rank 0, at first")
-parser.add_argument("--hidden", type=int, default=16)
-parser.add_argument("--group", choices=["no", "before", "late", "ends"], default="no")
-parser.add_argument("--unseeded", action="store_true", help="the steps draw from the system")
-parser.add_argument("--gate", default="", help="from step 10 on, the last rank waits after each for GATE<step>")
-args = parser.parse_args()
+args = arguments(
+    steps=40,
+    more=0,  # further steps of each rank than of the one before
+    seconds=0.01,  # of a step, at least
+    rate=float(os.environ.get("RATE", "1e-2")),  # of rank 0, at first
+    hidden=16,
+    group=["no", "before", "late", "ends"],
+    unseeded=False,  # the steps draw from the system
+    gate="",  # from step 10 on, the last rank waits after each for GATE<step>
+)
 
 rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
 torch.manual_seed(rank)

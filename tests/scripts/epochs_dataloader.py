@@ -1,6 +1,5 @@
 """Image classification with DDP: epochs over a DataLoader, BatchNorm, EMA, validation, a checkpoint each epoch."""
 
-import argparse
 import copy
 import hashlib
 import os
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from around_the_loop import arguments
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -100,16 +100,7 @@ def validate(model, loader, device):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--per-rank", type=int, default=112)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
-    parser.add_argument("--backend", help="default: hccl on an NPU, else gloo")
-    args = parser.parse_args()
+    args = arguments(epochs=3, per_rank=112, batch_size=8, workers=2, seed=1, device=["cpu", "cuda", "npu"], backend="")
 
     dist.init_process_group(args.backend or ("hccl" if args.device == "npu" else "gloo"))
     rank, world = dist.get_rank(), dist.get_world_size()

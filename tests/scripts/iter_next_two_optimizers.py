@@ -1,6 +1,5 @@
 """A GAN on DDP: batches from iter()/next(), two optimizers in turn, augmentation with numpy and random."""
 
-import argparse
 import hashlib
 import os
 import random
@@ -8,6 +7,7 @@ import random
 import numpy as np
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
@@ -60,13 +60,7 @@ def average(device, *values):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--iterations", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
-    parser.add_argument("--backend", help="default: hccl on an NPU, else gloo")
-    args = parser.parse_args()
+    args = arguments(iterations=24, seed=7, device=["cpu", "cuda", "npu"], backend="")
 
     dist.init_process_group(args.backend or ("hccl" if args.device == "npu" else "gloo"))
     rank, world = dist.get_rank(), dist.get_world_size()

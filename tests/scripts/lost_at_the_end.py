@@ -4,7 +4,6 @@ Each rank prints and appends what it does there. The killed one waits for the ot
 theirs writes; torchrun, with no place, runs it undisturbed.
 """
 
-import argparse
 import atexit
 import hashlib
 import io
@@ -14,15 +13,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--place", default="")
-parser.add_argument("--lost", type=int, default=1)
-parser.add_argument("--no-destroy", action="store_true")
-args = parser.parse_args()
+args = arguments(place="", lost=1, no_destroy=False)
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 

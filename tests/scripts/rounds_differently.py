@@ -4,7 +4,6 @@
 its kernels have. With `torch.are_deterministic_algorithms_enabled()` (--deterministic) there is no noise.
 """
 
-import argparse
 import hashlib
 import os
 import time
@@ -12,20 +11,20 @@ import time
 import numpy
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--layout", choices=["ddp", "own", "fsdp2"], default="ddp")
-parser.add_argument("--noise", choices=["backward", "forward", "none"], default="backward")
-parser.add_argument("--device", default="cpu", help="cpu, or an accelerator's type")
-parser.add_argument("--threads", type=int, default=1)
-parser.add_argument("--deterministic", action="store_true")
-parser.add_argument("--width", type=int, default=256, help="from 256 on, gradients are larger than 64 KiB")
-parser.add_argument("--steps", type=int, default=16)
-parser.add_argument("--drift", type=float, default=0.0, help="by which the loss is scaled in each step: a hidden state")
-args = parser.parse_args()
+args = arguments(
+    layout=["ddp", "own", "fsdp2"],
+    noise=["backward", "forward", "none"],
+    device="cpu",
+    threads=1,
+    deterministic=False,
+    width=256,  # from here on, gradients are larger than 64 KiB
+    steps=16,
+    drift=0.0,  # by which the loss is scaled in each step: a hidden state
+)
 
 torch.set_num_threads(args.threads)
 torch.use_deterministic_algorithms(args.deterministic)

@@ -1,6 +1,5 @@
 """A Trainer class with a snapshot of its own: run it again and it goes on from the last finished epoch."""
 
-import argparse
 import hashlib
 import os
 from dataclasses import asdict, dataclass
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from around_the_loop import arguments
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
@@ -163,12 +163,7 @@ def optimizer_sha256(optimizer):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
-    parser.add_argument("--backend", help="default: hccl on an NPU, else gloo")
-    args = parser.parse_args()
+    args = arguments(epochs=4, device=["cpu", "cuda", "npu"], backend="")
 
     dist.init_process_group(backend=args.backend or ("hccl" if args.device == "npu" else "gloo"))
     rank = dist.get_rank()

@@ -30,6 +30,22 @@ class Item:
     owner: Any = None
 
 
+@dataclass(slots=True)
+class Row:
+    """As `Item`, in slots."""
+
+    text: str
+    more: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The same, frozen."""
+
+    text: str
+    more: Any = None
+
+
 class Owner:
     """A dataset of the user's, to which its items refer."""
 
@@ -72,6 +88,8 @@ MADE: dict[str, Callable[[], Any]] = {
     "rows": lambda: [{"id": number, "text": "x"} for number in range(5_000)],
     "pairs": lambda: [[[number] for number in range(5_000)], [(f"{number}.jpg", number) for number in range(5_000)]],
     "objects": lambda: {"items": [Link(number, None) for number in range(5_000)]},
+    "slots": lambda: [Row(str(number), [Row("x", number)]) for number in range(ROWS)],
+    "frozen": lambda: [Fixed(str(number), [Row("x", number)]) for number in range(ROWS)],
     "tensors in objects": lambda: [[Item("x", [1], torch.full((40,), float(number)))] for number in range(ROWS)],
     "arrays by name": lambda: {f"a{number}": {"x": numpy.full(40, number)} for number in range(ROWS)},
 }
@@ -86,6 +104,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "rows": lambda data: data[4_500].__setitem__("text", "y"),
     "pairs": lambda data: data[0][4_500].append(-1),
     "objects": lambda data: setattr(data["items"][4_500], "next", -1),
+    "slots": lambda data: setattr(data[1_200].more[0], "text", "y"),
+    "frozen": lambda data: setattr(data[1_200].more[0], "text", "y"),
     "tensors in objects": lambda data: data[800][0].owner.fill_(-1.0),
     "arrays by name": lambda data: data["a800"]["x"].fill(-1),
 }
@@ -95,6 +115,8 @@ def plain(data: Any) -> Any:
     """The same in what can be compared."""
     if isinstance(data, torch.Tensor | numpy.ndarray):
         return data.tolist()
+    if isinstance(data, Row | Fixed):
+        return [data.text, plain(data.more)]
     if isinstance(data, Item | Link):
         return plain(vars(data))
     if isinstance(data, dict):
@@ -153,8 +175,8 @@ def test_a_change_is_found_within_a_round_and_comes_to_the_replacement(kind: str
 def test_the_replays_own_data_stays_and_what_refers_into_it_does_so_again(kind: str) -> None:
     def inner(data: Any) -> Any:
         first = next(iter(data.values())) if isinstance(data, dict) else data[0]
-        if kind == "splits":  # tuples are values
-            return first[0][1]
+        if kind in ("splits", "frozen"):  # tuples and what is frozen are values
+            return first[0][1] if kind == "splits" else first.more[0]
         return first[0] if isinstance(first, list) and kind != "columns" else first
 
     data, own = MADE[kind](), MADE[kind]()

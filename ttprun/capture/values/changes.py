@@ -172,6 +172,24 @@ BASES = (OrderedDict, dict, list, set, deque)
 _factory_of: Any = vars(defaultdict)["default_factory"].__get__
 
 
+class Slots:
+    """What an object holds in its slots, as a container; for an empty slot, the slot itself."""
+
+    def __init__(self, value: Any, slots: Iterable[Any]) -> None:
+        self._one, self._slots = value, tuple(slots)
+        self.container_id = id(value)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Any]:
+        for slot in self._slots:
+            try:
+                yield slot.__get__(self._one)
+            except AttributeError:
+                yield slot
+
+
 class _Items:
     """What a container holds whose class may have methods of its own: items, or keys and the factory of others."""
 
@@ -344,7 +362,7 @@ class Piece:
             self.track(kind, tracker.things, tracker.seen, tracker.notes)
 
     def add(self, containers: Iterable[Any]) -> None:
-        """Follow lists, dictionaries, sets or deques with their current contents."""
+        """Follow lists, dictionaries, sets, deques or `Slots` with their current contents."""
         dictionaries, others = [], []
         for container in containers:
             kind = type(container)
@@ -355,7 +373,7 @@ class Piece:
                 self.track(LONG_LISTS, [container] * len(begins), [container.copy()] * len(begins), begins)
             elif kind is not dict and (not issubclass(kind, dict) or issubclass(kind, OrderedDict | defaultdict)):
                 # Of dictionaries, order and factory are not counted.
-                others.append(container if kind in BASES else _Items(container))
+                others.append(container if kind in (*BASES, Slots) else _Items(container))
         self.track(DICTIONARIES, dictionaries)
         self.track(ITEMS, others)
 
@@ -404,7 +422,7 @@ class Piece:
     def changed(self) -> set[int]:
         """Ids of what is not as it was."""
         ids = {
-            thing.container_id if isinstance(thing, _Items) else id(thing)
+            thing.container_id if isinstance(thing, _Items | Slots) else id(thing)
             for tracker in self.trackers.values()
             for thing in tracker.changed()
         }

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import SETTLED, pack
-from ttprun.capture.values.changes import ARE_COUNTED, BASES, Clock, Piece, version_of
+from ttprun.capture.values.changes import ARE_COUNTED, BASES, Clock, Piece, Slots, version_of
 from ttprun.introspect.safe_reads import dictionary_of, slots_of
 
 Snapshot = Any  # snapshot.py imports this module
@@ -47,7 +47,7 @@ class Trace:
     """What the nodes that a walk has made depend on.
 
     open       how many things were met of which not every change can be seen
-    contents   the lists, dictionaries, sets and deques met, and the dictionaries of classes
+    contents   the lists, dictionaries, sets and deques met, the dictionaries of classes, and objects' slots (`Slots`)
     objects    (object, dictionary of its attributes) of those that have all attributes there
     typed      further objects, of which the type counts
     referred   (id, number) of objects that had been met before
@@ -184,6 +184,8 @@ def attributes_of_containers(containers: list[Any]) -> list[tuple[Any, dict[str,
 def _may_be_followed(container: Any) -> bool:
     """Whether each change of a container can be seen, and soon enough."""
     kind = type(container)
+    if kind is Slots:
+        return True
     if kind in _FOLLOWED:
         return len(container) <= _FOLLOWED[kind]
     base = next((base for base in BASES if issubclass(kind, base)), None)

@@ -32,7 +32,7 @@ from ttprun.capture.records.nodes import (
     ValueObjectNode,
 )
 from ttprun.capture.records.packing import MISSING, SETTLED, look_up, look_up_type, name_of
-from ttprun.capture.values.changes import Remembered
+from ttprun.capture.values.changes import Remembered, Slots
 from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
@@ -120,8 +120,13 @@ def form_of_class(kind: type) -> _Form:
 def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """An object with attributes."""
     name, getter, has_end, without = form_of_class(type(value))
-    if getter is None:  # no change of a slot can be seen
-        snapshot.trace.open += 1
+    if getter is None:
+        trace, slots = snapshot.trace, slots_of(type(value))
+        trace.open += has_end or not slots
+        trace.contents.append(Slots(value, [slot for key, slot in slots.items() if key not in without]))
+        trace.typed.append(value)
+        if (own := dictionary_of(value)) is not None:
+            trace.objects.append((value, own))
         return ObjectNode(snapshot.number(value), name, snapshot.attributes(attributes_of(value), depth, without))
     own = getter(value)
     if has_end:  # it is not kept alive
@@ -232,11 +237,13 @@ def is_frozen(kind: type) -> bool:
 @traces
 def record_value_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A frozen dataclass: it has no identity worth keeping."""
-    attributes = dictionary_of(value)
-    if attributes is None or slots_of(type(value)):
-        snapshot.trace.open += 1
-    else:
-        snapshot.trace.objects.append((value, attributes))
+    trace, attributes, slots = snapshot.trace, dictionary_of(value), slots_of(type(value))
+    if slots:
+        trace.contents.append(Slots(value, slots.values()))
+        trace.typed.append(value)
+    if attributes is not None:
+        trace.objects.append((value, attributes))
+    trace.open += attributes is None and not slots
     return ValueObjectNode(name_of(type(value)), snapshot.attributes(attributes_of(value), depth))
 
 

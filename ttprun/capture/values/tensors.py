@@ -44,7 +44,6 @@ from ttprun.capture.values.large import (
     record_data,
     tensor_of,
 )
-from ttprun.capture.values.process_objects import record_unknown
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.device import accelerator
@@ -77,7 +76,7 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     value   any dtype, shape, strides and device; sparse and "meta" ones are only compared, quantized ones refused
     """
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-        return _record_unusual(snapshot, value, depth)
+        return _record_unusual(value)
     try:
         storage = value.untyped_storage()
         at = storage.data_ptr()
@@ -211,17 +210,21 @@ def _record_large(snapshot: Snapshot, value: torch.Tensor) -> AnyNode:
     return record_data(snapshot, value, digest, is_changing)
 
 
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-def _record_unusual(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
+def _record_unusual(value: torch.Tensor) -> Any:
     """Sparse, quantized and shapes without data: compared."""
     what = f"{value.layout} {value.dtype} {list(value.shape)}"
     if value.is_meta:
         return SameNode("torch:Tensor", f"meta {what}")
-    if value.layout in _SPARSE:
-        return record_unknown(snapshot, value.detach(), depth)
-    return RefusedNode(f"is a tensor of {what}")
+    if value.layout is torch.sparse_coo:
+        parts = [value._indices(), value._values()]
+    elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [value.crow_indices(), value.col_indices(), value.values()]
+    elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [value.ccol_indices(), value.row_indices(), value.values()]
+    else:
+        return RefusedNode(f"is a tensor of {what}")
+    digests = " ".join(follow(part.detach())[0].hex() for part in parts)
+    return SameNode("torch:Tensor", f"{what} {digests}")
 
 
 def record_storage(snapshot: Snapshot, value: Any, depth: int) -> Any:
