@@ -261,6 +261,7 @@ def test_a_rank_that_is_being_moved_trains_on_if_the_agent_that_leads_is_lost(
             launches[0].wait_for_event("phase_changed")
             (tmp_path / "gate").touch()
             launches[1].wait_for_event("rank_parked")
+            launches[1].wait_for_event("rank_started", rank=1, is_replacement=True)
             nodes.end_processes(0)
             move.kill()
         leader, runs = finished([launches[1], spare])

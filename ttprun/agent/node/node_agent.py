@@ -215,8 +215,7 @@ class NodeAgent:
     def _spawn(self, slot: Process) -> None:
         """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
 
-        A standby that is on its way is waited for: a new process would take as long, and then there would be none left
-        for the next fault.
+        A standby on its way is waited for: a new process takes as long, and then none is left for the next fault.
         """
         node = self.node
         is_on_its_way = bool(node.domains.run("standbys", self._hurry_standbys))

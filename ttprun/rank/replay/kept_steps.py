@@ -4,10 +4,9 @@ A kept step is one folder (FILES), without a pickle: the state at the boundary w
 rank's records, as a checkpoint has them), and in their order the batches, losses and collectives of the step: a digest
 of what this rank has put in, and the bytes of what a collective has given.
 
-How it is called. In a rank: `session.keeper` is a `Keeper` (None: nothing is kept); `keep` at each boundary, `note`,
-`issue`, `complete` and `gather` in between, `write` when the run of the script is over. In a process of its own: the
-order `to_rank.Replay(boundary, source=None, given=PLACE)`, then `LoadState`, then `Resume`, as agent/node/step_again.py
-gives them for `ttprun replay`, and process_watch.py for --verify-steps; the script then runs as `Given` says.
+In a rank `session.keeper` is a `Keeper` (None: nothing is kept): `keep` at each boundary, `note`, `issue`, `complete`
+and `gather` in between, `write` at the end. Another process gets the orders `Replay`, `LoadState` and `Resume` from
+agent/node/step_again.py (`ttprun replay`) or process_watch.py (--verify-steps); the script runs as `Given` says.
 """
 
 from __future__ import annotations
@@ -61,10 +60,9 @@ class _Step:
     is_verified   another process takes it again, and the agent compares what all of them report
     rows          [sequence, what, of each tensor put in [digest, sum of its elements, digests of parts, number],
                   outputs or None] of each batch, loss and collective; sum and parts are "" unless it is verified
-    after, names  digests of what the optimizers have made of the weights, and the script's names: see holdings.py
+    after, names  digests of what the optimizers have made of the weights; the script's names by key and by id
     layouts       number of elements -> name and size of each parameter in a bucket of DDP that has so many, one by one
     reduced       id of a row -> the same of what FSDP2 reduces in it
-    names_by_id   the script's names of its parameters
     why_not       why it cannot be verified
     took_s        of the time of this rank's threads
     """
@@ -77,21 +75,22 @@ class _Step:
         self.records = b""
         self.rows: list[list[Any]] = []
         self.after: dict[str, tuple[str, str]] = {}
-        self.names: dict[str, str] = {}
+        self.names: defaultdict[Any, str] = defaultdict(lambda: "another parameter")
         self.layouts: defaultdict[int, deque[list[tuple[str, int]]]] = defaultdict(deque)
         self.reduced: dict[int, list[tuple[str, int]]] = {}
-        self.names_by_id: dict[int, str] = {}
         self.is_gathered = False
         self.why_not = ""
         self.took_s = 0.0
         self.lock = threading.Lock()
 
-    def add(self, sequence: str, what: str, values: Sequence[Any]) -> list[Any]:
-        """A new row, without outputs."""
+    def add(self, sequence: str, what: str, values: Sequence[Any], parameters: Sequence[Any] = ()) -> list[Any]:
+        """A new row, without outputs. `parameters`: of FSDP2's class, whose gradients the only value holds."""
         began_s = time.thread_time()
         with Unseen():
             digests = [self._digest_of(value) for value in comparable(values)]
         row = [sequence, what, digests, None if what not in _NAMES.values() else []]
+        if parameters and self.is_verified:
+            self.reduced[id(row)] = self._layout(parameters, values[0].numel())
         with self.lock:
             self.rows.append(row)
         self.took_s += time.thread_time() - began_s
@@ -99,20 +98,17 @@ class _Step:
 
     def begin(self, frame: FrameType, groups: Iterable[Any]) -> None:
         """It is verified: note which gradients the buckets of DDP models over these groups will hold."""
-        named = holdings.names(frame, is_by_id=True).items()
-        self.names_by_id = {key: name.removeprefix("module.") for key, name in named}
+        self.names |= {key: name.removeprefix("module.") for key, name in holdings.names(frame, is_by_id=True).items()}
         for row in (row for group in groups for row in group.buckets.layouts()):
-            layout = [(self._name_of(parameter), parameter.numel()) for parameter in row]
+            layout = [(self.names[id(parameter)], parameter.numel()) for parameter in row]
             self.layouts[sum(size for _, size in layout)].append(layout)
 
-    def note_reduced(self, row: list[Any], parameters: Sequence[Any], size: int) -> None:
-        """FSDP2 reduces gradients: [ranks, elements of all shards] in one tensor of so many elements."""
-        parts = [(self._name_of(one.sharded_param), one.padded_sharded_param_size.numel()) for one in parameters]
-        if parts and size % (of_rank := sum(elements for _, elements in parts)) == 0:
-            self.reduced[id(row)] = parts * (size // of_rank)
-
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        return self.names_by_id.get(id(parameter), "another parameter")
+    def _layout(self, parameters: Sequence[Any], size: int) -> list[tuple[str, int]]:
+        """Of [ranks, elements of all shards] of FSDP2's parameters, so many elements; [] if it is not known."""
+        if not all(hasattr(one, "padded_sharded_param_size") for one in parameters):
+            return []  # FSDP1, or another release
+        parts = [(self.names[id(one.sharded_param)], one.padded_sharded_param_size.numel()) for one in parameters]
+        return parts * (size // (sum(elements for _, elements in parts) or size))
 
     def _digest_of(self, tensor: torch.Tensor) -> list[Any]:
         elements = local_of(tensor).detach().cpu()
@@ -133,7 +129,7 @@ class _Step:
         with Unseen():
             self.after = holdings.in_full(None)
         if self.is_verified:
-            self.names = {key: name.removeprefix("module.") for key, name in holdings.names(frame).items()}
+            self.names |= {key: name.removeprefix("module.") for key, name in holdings.names(frame).items()}
         self.took_s += time.thread_time() - began_s
 
     def report(self, session: Rank, why_not: str = "") -> None:
@@ -146,8 +142,8 @@ class _Step:
             for digest, total, parts, size in digests:
                 counts[kind] += 1
                 rows.append((name := f"{kind} {counts[kind]}", digest + parts, total))
-                if id(row) in self.reduced:
-                    layouts[name] = self.reduced[id(row)]
+                if layout := self.reduced.get(id(row)):
+                    layouts[name] = layout
                 elif what.startswith("allreduce ") and self.layouts[size]:
                     layouts[name] = self.layouts[size].popleft()
         for key, (weights, state) in self.after.items():
@@ -235,15 +231,13 @@ class Keeper:
 
     def issue(self, entry: Any, inputs: Sequence[torch.Tensor]) -> None:
         """A collective or message is about to be issued."""
-        entry.kept_row = self._add(entry.sequence, _what(entry), inputs)
-        if entry.parameters and entry.kept_row and self._step is not None and self._step.is_verified:
-            self._step.note_reduced(entry.kept_row, entry.parameters, inputs[0].numel())
+        entry.kept_row = self._add(entry.sequence, _what(entry), inputs, entry.parameters)
         if self._step is not None and (entry.is_apart or entry.op not in OPERATIONS):
             self._step.why_not = "it communicates on another thread, or by messages"
 
-    def _add(self, sequence: str, what: str, values: Sequence[Any]) -> list[Any] | None:
+    def _add(self, sequence: str, what: str, values: Sequence[Any], of: Sequence[Any] = ()) -> list[Any] | None:
         try:
-            return None if (step := self._step) is None else step.add(sequence, what, values)
+            return None if (step := self._step) is None else step.add(sequence, what, values, of)
         except Exception as error:
             fail_open.raise_if_meant(error)
             self._give_up(str(error) or repr(error))
