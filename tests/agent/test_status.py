@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,25 +33,30 @@ PARTS: tuple[Any, ...] = (
 NOW = "2026-01-31T12:00:00.000+00:00"
 
 
-def publishing(tmp_path: Path) -> tuple[RunDirectory, StatusPublisher, recovery.Incident, Incidents]:
-    """A run of one rank that is lost: its folder, publisher, and incident, which is not in its list yet."""
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
     run = RunDirectory.create("r1", tmp_path / "run")
+    yield run
+    run.release()
+
+
+def publishing(run: RunDirectory) -> tuple[StatusPublisher, recovery.Incident, Incidents]:
+    """A run of one rank that is lost: its publisher, and its incident, which is not in its list yet."""
     job = open_incident(recovery.new_job(recovery.Settings(world_size=1)), 10.0, "signal 9", "rank 0 was ended", 0.0)
     node = Agent(Config(), run, True, job)
     incidents = Incidents(node)
     assert job.incident is not None
-    return run, StatusPublisher(node, incidents, *PARTS), job.incident, incidents
+    return StatusPublisher(node, incidents, *PARTS), job.incident, incidents
 
 
-def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(tmp_path: Path) -> None:
-    run, publisher, incident, incidents = publishing(tmp_path)
+def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(run: RunDirectory) -> None:
+    publisher, incident, incidents = publishing(run)
 
     incidents.note(incident)
     publisher.publish()
 
     (published,) = read_status(run.status).incidents
     assert (incident.outcome, published.outcome) == ("open", "open")
-    run.release()
 
 
 @pytest.mark.parametrize(
@@ -58,9 +64,9 @@ def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(tmp_
     [(8, False, ["open", "failed"]), (8, True, ["open", "recovered"]), (9, False, ["recovered", "recovered"])],
 )
 def test_an_incident_is_recovered_when_a_step_has_been_completed_after_it_or_all_is_done(
-    tmp_path: Path, applied: int, is_done: bool, outcomes: list[str]
+    run: RunDirectory, applied: int, is_done: bool, outcomes: list[str]
 ) -> None:
-    run, publisher, incident, incidents = publishing(tmp_path)
+    publisher, incident, incidents = publishing(run)
     node = publisher._node
     node.begin_group([(0, 0)])
 
@@ -75,11 +81,10 @@ def test_an_incident_is_recovered_when_a_step_has_been_completed_after_it_or_all
     assert shown == outcomes
     published = incidents.published()[0]
     assert (published.total_s, published.setup_s, published.first_step_s is not None) == (0.5, 0.25, applied == 9)
-    run.release()
 
 
-def test_an_incident_has_one_list_of_what_is_not_proved(tmp_path: Path) -> None:
-    run, publisher, incident, incidents = publishing(tmp_path)
+def test_an_incident_has_one_list_of_what_is_not_proved(run: RunDirectory) -> None:
+    publisher, incident, incidents = publishing(run)
     incidents.not_proved.take(0, (Reason(text="game (sim.Game): it can change, and does not show its state"),))
 
     incidents.note(replace(incident, ranks=(0,)))
@@ -92,11 +97,9 @@ def test_an_incident_has_one_list_of_what_is_not_proved(tmp_path: Path) -> None:
         "game (sim.Game): it can change, and does not show its state",
         "rank 0: 1 loss is another one but for rounding",
     )
-    run.release()
 
 
-def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(tmp_path: Path) -> None:
-    run = RunDirectory.create("r1", tmp_path / "run")
+def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(run: RunDirectory) -> None:
     sharded = Replicas(compared_at=1, shards={"w": (0, 1)}, mirrored=frozenset((0, 1)))
     job = replace(recovery.new_job(recovery.Settings(world_size=2)), replicas=sharded)
     node = Agent(Config(), run, True, job)
@@ -114,11 +117,9 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
     publisher.end(0, "")
 
     assert read_status(run.status).protection == "on"
-    run.release()
 
 
-def test_a_run_that_has_lost_its_protection_since_the_last_status_says_so_at_its_end(tmp_path: Path) -> None:
-    run = RunDirectory.create("r1", tmp_path / "run")
+def test_a_run_that_has_lost_its_protection_since_the_last_status_says_so_at_its_end(run: RunDirectory) -> None:
     job = recovery.new_job(recovery.Settings(world_size=2))
     node = Agent(Config(), run, True, job)
     node.begin_group([(0, 0), (1, 1)])
@@ -129,21 +130,17 @@ def test_a_run_that_has_lost_its_protection_since_the_last_status_says_so_at_its
     publisher.end(0, "")
 
     assert read_status(run.status).protection.startswith("off: rank 0 reports")
-    run.release()
 
 
-def test_nothing_is_promised_before_the_ranks_have_been_started(tmp_path: Path) -> None:
-    run = RunDirectory.create("r1", tmp_path / "run")
+def test_nothing_is_promised_before_the_ranks_have_been_started(run: RunDirectory) -> None:
     node = Agent(Config(), run, True, recovery.new_job(recovery.Settings(world_size=2)))
 
     StatusPublisher(node, Incidents(node), *PARTS).publish()
 
     assert read_status(run.status).protection == "not yet: no optimizer step so far"
-    run.release()
 
 
-def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_are_now(tmp_path: Path) -> None:
-    run = RunDirectory.create("r1", tmp_path / "run")
+def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_are_now(run: RunDirectory) -> None:
     job = recovery.new_job(recovery.Settings(world_size=2))
     node = Agent(Config(), run, True, job)
     node.begin_group([(1, 0)], Peers(1, "10.0.0.2", 1, {}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2))
@@ -165,7 +162,6 @@ def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_ar
     publisher.end(0, "")
     shown = read_status(run.status)
     assert (shown.generation, shown.is_leading, len(shown.ranks)) == (0, True, 1)
-    run.release()
 
 
 def test_protection_is_promised_once_what_the_ranks_have_recorded_was_read_back() -> None:
@@ -187,9 +183,9 @@ def test_what_no_replay_could_restore_is_part_of_the_promise() -> None:
 
 
 def test_what_cannot_be_restored_is_said_once_on_the_console_and_is_named_with_each_incident(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, publisher, incident, incidents = publishing(tmp_path)
+    publisher, incident, incidents = publishing(run)
 
     for rank in (0, 1):
         lines = Reason(text="main: lines cannot be recorded: it is a csv.reader")
@@ -203,7 +199,6 @@ def test_what_cannot_be_restored_is_said_once_on_the_console_and_is_named_with_e
     )
     assert caplog.text.count("lines cannot be recorded") == 1
     assert "If a rank is lost before the first loss of its step, it is not replaced" in caplog.text
-    run.release()
 
 
 def test_the_rank_that_is_seen_at_work_most_often_has_the_highest_share_once_it_was_seen_often_enough() -> None:
@@ -216,6 +211,17 @@ def test_the_rank_that_is_seen_at_work_most_often_has_the_highest_share_once_it_
         shares.note(2, Phase.WAITING)
 
     assert [shares.share(rank) for rank in range(4)] == [1.0, 0.5, 0.0, None]
+
+
+def test_a_rank_for_which_the_others_wait_is_named_to_whoever_moves_it(run: RunDirectory) -> None:
+    node = Agent(Config(move_on=["straggler"]), run, True, recovery.new_job(recovery.Settings(world_size=2)))
+    node.begin_group([(0, 0), (1, 1)])
+    moved: list[int] = []
+    shares: Any = SimpleNamespace(share=float)  # the second rank computes all the time
+
+    StatusPublisher(node, Incidents(node), *PARTS, on_straggler=moved.append, _busy_shares=shares).publish()
+
+    assert moved == [1]
 
 
 def test_a_rank_that_becomes_slow_is_seen_though_it_was_quick_for_long() -> None:

@@ -47,11 +47,7 @@ def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        "--epochs 1: kill:rank=1,step=7,phase=backward",
-        "--stateful: kill:rank=1,step=17,phase=backward",
-    ],
+    "case", ["--epochs 1: kill:rank=1,step=7,phase=backward", "--stateful: kill:rank=1,step=17,phase=backward"]
 )
 def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str

@@ -181,6 +181,4 @@ def test_a_rank_goes_to_a_device_that_no_rank_has_and_its_old_process_waits_for_
     assert asked.returncode == 0, result.story()
     assert [Path(f"{words[-1]}-{rank}").read_text() for rank in (0, 1)] == ["4,5,6", "4,6,5"]
     assert_only_replaced(result)
-    (tmp_path / "open").touch()
-    words[-1] = str(tmp_path / "open")
-    assert_same_outcome(result, undisturbed("gated_steps.py", 2, words, device="npu"))
+    assert_same_outcome(result, undisturbed("gated_steps.py", 2, words[:2], device="npu"))

@@ -230,14 +230,15 @@ def drain(
 
 def _change(request: MoveRanks | DrainNode, run: str | None, anyway: bool, as_json: bool, what: str) -> int:
     """Ask, wait for the incident to come to its end, and say how it went."""
-    unproved = load(RunDirectory.find(run)).not_proved
+    directory = RunDirectory.find(run)
+    unproved = load(directory).not_proved
     if unproved and not anyway:
         raise ConfigError(f"not begun: {in_short(list(unproved), 2)} would perhaps not come back", "--anyway moves it")
+    gives_up_s = time.monotonic() + (_STANDBY_LIMIT_S if isinstance(request, MoveRanks) else 0.0)
     with ProgressLine("waiting for a standby", 0, lambda: 0):
-        gives_up_s = time.monotonic() + _STANDBY_LIMIT_S
-        while load(RunDirectory.find(run)).standby_state == BEING_PREPARED and time.monotonic() < gives_up_s:
+        while time.monotonic() < gives_up_s and load(directory).standby_state == BEING_PREPARED:
             time.sleep(_LOOK_AGAIN_S)
-    directory, answer = ask_running(run, request, "not begun")
+    directory, answer = ask_running(str(directory.path), request, "not begun")
     with ProgressLine(what, 0, lambda: 0):
         incident = _wait_for_incident(directory, answer.after)
     if as_json:
