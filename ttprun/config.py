@@ -14,8 +14,8 @@ from ttprun.chaos.injected_faults import parse_fault
 from ttprun.device.device_errors import check_additions
 from ttprun.errors import suggestion
 from ttprun.observe.console import LogFormat
+from ttprun.observe.events import USUAL, Kind
 from ttprun.state.cost_limits import parse_interval, parse_memory
-from ttprun.web.companion import USUAL, Kind, parse_address
 
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -25,10 +25,20 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LaunchValue = bool | int | float | str | list[str]
 
 
+def _companion() -> Any:
+    """What serves the page, and runs commands for events. Raises ValueError if it is not installed."""
+    try:
+        from ttprun.web import companion
+    except ModuleNotFoundError:
+        raise ValueError("needs ttprun.web, which is missing here; leave it out, or install ttprun again") from None
+    return companion
+
+
 # Key -> what reads its value, or says in a ValueError why it cannot be read.
 _READERS: dict[str, Callable[[Any], object]] = {
     "snapshot_every": parse_interval,
-    "http": parse_address,
+    "http": lambda text: _companion().parse_address(text),
+    "on_event": lambda _: _companion(),
     "device_errors": check_additions,
 }
 
@@ -266,7 +276,7 @@ class Config(BaseModel):
     def _faults_can_be_read(cls, faults: list[str]) -> list[str]:
         return [str(parse_fault(fault)) for fault in faults]
 
-    @field_validator("snapshot_every", "http", "device_errors")
+    @field_validator("snapshot_every", "http", "on_event", "device_errors")
     @classmethod
     def _can_be_read(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None:

@@ -14,11 +14,12 @@ from ttprun.cli.guide import read_page
 TRIALS = ["chaos/trial", "cli/rehearsals.py"]
 DOCTOR = ["cli/doctor.py", "cli/machine_checks.py", "cli/software_checks.py"]
 SHOW = ["cli/run_reports.py", "cli/control.py", "cli/checkpoints_command.py", "cli/guide.py", "guide"]
+PARTS = [TRIALS, DOCTOR, SHOW, ["mindio"], ["elastic_resume"], ["web"]]
 LOST = ["--run-dir", "run", "--allow-faults", "--fault", "kill:rank=1,step=8", "--nproc-per-node", "2"]
 SCRIPT = str(SCRIPTS / "epochs_dataloader.py")
 
 
-@pytest.mark.parametrize("gone", [TRIALS, DOCTOR, SHOW, ["mindio"], ["elastic_resume"]], ids=lambda gone: gone[0])
+@pytest.mark.parametrize("gone", PARTS, ids=lambda gone: gone[0])
 def test_the_core_trains_and_replaces_a_lost_rank_without_it(tmp_path: Path, gone: list[str]) -> None:
     tree = Path(shutil.copytree(REPOSITORY / "ttprun", tmp_path / "tree" / "ttprun"))
     for name in gone:

@@ -15,9 +15,8 @@ from tests.waits import becomes_ready
 from tests.web.runs import incident_event, status_of, write_run
 from ttprun.config_sources import resolve
 from ttprun.errors import ConfigError
-from ttprun.observe.events import timestamp
+from ttprun.observe.events import USUAL, timestamp
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.web.companion import USUAL
 from ttprun.web.notifier import MOST_WAITING, notifying, run_command
 
 LIMIT_S = 100

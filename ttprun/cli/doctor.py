@@ -25,7 +25,6 @@ from ttprun.cli.terminal import open_console
 from ttprun.errors import ConfigError, counted
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.run_view import RunView
-from ttprun.web.page import as_markdown
 
 MARKS = {"ok": "ok", "note": "note", "fails": "FAILS"}
 STYLES = {"ok": "green", "note": "yellow", "fails": "bold red"}
@@ -148,6 +147,8 @@ def write_report(file: Path, findings: list[Finding]) -> None:
         "\n".join("    " + "  ".join(cells_of(finding)) for finding in findings),
         "",
     ]
+    from ttprun.web.page import as_markdown
+
     try:
         run = RunView(RunDirectory.find())
     except ConfigError as error:

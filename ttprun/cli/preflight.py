@@ -39,7 +39,6 @@ from ttprun.errors import Complaints, ConfigError, counted, one_line, suggestion
 from ttprun.observe import console
 from ttprun.observe.run_directory import BASE, RunDirectory
 from ttprun.state.store import CheckpointStore, last_written_first
-from ttprun.web.companion import listen
 
 if TYPE_CHECKING:
     from ttprun.cli.run import Invocation
@@ -391,6 +390,8 @@ def check_places(config: Config) -> None:
             why = f"'{nearest}' is not a directory that you may write"
             raise ConfigError(f"{option}: '{path}' cannot be written ({why})", "name another directory")
     if config.http is not None:
+        from ttprun.web.companion import listen
+
         listen(config.http)[1].close()
 
 

@@ -17,9 +17,9 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
-from urllib.parse import urlsplit
 
 import torch
 from torch.distributed.launcher.api import LaunchConfig
@@ -50,8 +50,6 @@ from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import BASE, RunDirectory, begin_trace, node_name
 from ttprun.observe.status import RunStatus, read_status, write_status
 from ttprun.state.store import CheckpointStore
-from ttprun.web.companion import answering_probes, is_loopback, serving
-from ttprun.web.notifier import listeners, notifying
 
 # torchrun's default; only static rendezvous uses it.
 MASTER_PORT = 29500
@@ -130,16 +128,8 @@ def run(words: Sequence[str]) -> int:
 
     try:
         how = {"is_python": not torchrun.no_python, "is_place_named": invocation.is_place_named}
-        with (
-            contextlib.ExitStack() as beside,
-            notifying(config.on_event, config.on_event_kinds, directory),
-            serving(config.http, config.http_token_file, directory, torchrun.local_addr) as page,
-            answering_probes(os.environ, directory),
-        ):
-            for listener in listeners(os.environ):
-                beside.enter_context(notifying(*listener, directory))
-            shown = "" if is_loopback(urlsplit(page).netloc) else page
-            code = launch(config, launch_config, entrypoint, arguments, directory, page=shown, outcomes=outcomes, **how)
+        with _beside(config, directory, torchrun.local_addr) as page:
+            code = launch(config, launch_config, entrypoint, arguments, directory, page=page, outcomes=outcomes, **how)
             say_misplaced(torchrun, directory)
             return code
     except ConfigError:
@@ -148,6 +138,15 @@ def run(words: Sequence[str]) -> int:
     except StoppedEarly as stopped:
         write_last_status(directory, stopped.exit_code, stopped.reason, is_stopped=True)
         raise
+
+
+def _beside(config: Config, directory: RunDirectory, name: str | None) -> contextlib.AbstractContextManager[str]:
+    """What goes on beside the job, as `beside` says; nothing if ttprun.web is missing, of which nothing is asked."""
+    if find_spec("ttprun.web") is None:
+        return contextlib.nullcontext("")
+    from ttprun.web.notifier import beside
+
+    return beside(config, directory, name, os.environ)
 
 
 def say_misplaced(torchrun: Namespace, directory: RunDirectory) -> None:

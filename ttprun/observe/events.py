@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from ttprun.observe.status import IncidentStatus
 
@@ -52,6 +53,35 @@ def seconds_of(incident: IncidentStatus) -> dict[str, float]:
     seconds = {phase: end_s - start_s for phase, start_s, end_s in spans_of(incident)}
     return seconds if incident.total_s is None else seconds | {"total": incident.total_s}
 
+
+# Kinds of event for which a command can be run (`--on-event`), and those for which it is.
+Kind = Literal[
+    "incident_opened",
+    "incident_ended",
+    "run_ended",
+    "launcher_died",
+    "stalled",
+    "straggler",
+    "nan_found",
+    "node_lost",
+    "node_replaced",
+    "checkpoint_written",
+    "checkpoint_failed",
+    "rank_unprotected",
+    "replicas_diverged",
+    "supervisor_failed",
+]
+USUAL: tuple[Kind, ...] = (
+    "incident_ended",
+    "run_ended",
+    "launcher_died",
+    "stalled",
+    "nan_found",
+    "node_lost",
+    "checkpoint_failed",
+    "replicas_diverged",
+    "supervisor_failed",
+)
 
 logger = logging.getLogger(__name__)
 

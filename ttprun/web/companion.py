@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
 from ttprun.errors import ConfigError
@@ -87,55 +86,6 @@ def is_loopback(place: str) -> bool:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-# Events that are reported by a command (`--on-event`).
-
-
-Kind = Literal[
-    "incident_opened",
-    "incident_ended",
-    "run_ended",
-    "launcher_died",
-    "stalled",
-    "straggler",
-    "nan_found",
-    "node_lost",
-    "node_replaced",
-    "checkpoint_written",
-    "checkpoint_failed",
-    "rank_unprotected",
-    "replicas_diverged",
-    "supervisor_failed",
-]
-USUAL: tuple[Kind, ...] = (
-    "incident_ended",
-    "run_ended",
-    "launcher_died",
-    "stalled",
-    "nan_found",
-    "node_lost",
-    "checkpoint_failed",
-    "replicas_diverged",
-    "supervisor_failed",
-)
-
-
-class Namer:
-    """Gives events their kinds: an incident is logged at each of its phases, and reported when it begins and ends."""
-
-    def __init__(self) -> None:
-        self._opened: set[object] = set()
-
-    def kind_of(self, event: Mapping[str, Any]) -> str:
-        """The kind of an event; "" for a phase in between."""
-        if event["event"] != "incident":
-            return str(event["event"])
-        if event["outcome"] != "open":
-            return "incident_ended"
-        is_new = event["id"] not in self._opened
-        self._opened.add(event["id"])
-        return "incident_opened" if is_new else ""
 
 
 # A process beside the launcher that only reads the run directory: started in a session of its own, so that Ctrl-C is

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import Any
+from urllib.parse import urlsplit
 
 from ttprun.errors import ConfigError
 from ttprun.observe.console import say
@@ -26,7 +27,6 @@ from ttprun.observe.events import read_on, timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status
 from ttprun.web import companion, otel
-from ttprun.web.companion import Namer
 
 # The launcher's side of `--on-event`: starts the process that runs the command, and ends it.
 
@@ -36,7 +36,7 @@ def notifying(command: str | None, kinds: Collection[str], run: RunDirectory) ->
     """Run a command of the user's for the events of a run that come inside `with`.
 
     command   a line for the shell; None: nothing is run
-    kinds     of events, as `ttprun.web.companion` names them; others are left out
+    kinds     of events, as `ttprun.observe.events` names them; others are left out
 
     At its end waits until the command was run for the last ones, END_LIMIT_S at most. Raises ConfigError if the process
     cannot be started.
@@ -69,10 +69,44 @@ def listeners(environment: Mapping[str, str]) -> Iterator[tuple[str | None, Coll
             say(f"no event is given to {entry.name} ({entry.value}): {type(error).__name__}: {error}")
 
 
+@contextlib.contextmanager
+def beside(config: Any, run: RunDirectory, name: str | None, environment: Mapping[str, str]) -> Iterator[str]:
+    """All that goes on beside a job inside `with`: its page, health check, and commands for events.
+
+    config   of the job: `http`, `http_token_file`, `on_event`, `on_event_kinds`
+    name     as for `serving`
+
+    Yields the address of its page for readers on other machines, "" if there is none. Raises ConfigError, as these do.
+    """
+    with contextlib.ExitStack() as until_end:
+        for command, kinds in ((config.on_event, config.on_event_kinds), *listeners(environment)):
+            until_end.enter_context(notifying(command, kinds, run))
+        page = until_end.enter_context(companion.serving(config.http, config.http_token_file, run, name))
+        until_end.enter_context(companion.answering_probes(environment, run))
+        yield "" if companion.is_loopback(urlsplit(page).netloc) else page
+
+
 COMMAND_LIMIT_S = 10.0
 END_LIMIT_S = 15.0  # for all that is left when the launcher has ended
 MOST_WAITING = 20
 _LOOK_EVERY_S = 0.5
+
+
+class Namer:
+    """Gives events their kinds: an incident is logged at each of its phases, and reported when it begins and ends."""
+
+    def __init__(self) -> None:
+        self._opened: set[object] = set()
+
+    def kind_of(self, event: Mapping[str, Any]) -> str:
+        """The kind of an event; "" for a phase in between."""
+        if event["event"] != "incident":
+            return str(event["event"])
+        if event["outcome"] != "open":
+            return "incident_ended"
+        is_new = event["id"] not in self._opened
+        self._opened.add(event["id"])
+        return "incident_opened" if is_new else ""
 
 
 class Notifier:

@@ -18,9 +18,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from ttprun import __version__
-from ttprun.observe.events import spans_of, unix_s
+from ttprun.observe.events import Kind, spans_of, unix_s
 from ttprun.observe.status import IncidentStatus
-from ttprun.web.companion import Kind
 
 KINDS: tuple[Kind, ...] = ("incident_ended",)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
