@@ -217,7 +217,7 @@ class Config(BaseModel):
         pattern=r"^1/[1-9][0-9]{0,8}(,before)?$",
         description="1/100: every hundredth step of one rank after the other is taken again by another process, and "
         "compared. A rank that two others contradict is replaced, and all go back to before that step. "
-        "1/100,before: no rank takes that step before it is compared",
+        "1/100,before: no rank takes that step before it is compared; on several nodes it must be so, with --save-dir",
     )
     overhead_budget: str = Field(
         "1%",

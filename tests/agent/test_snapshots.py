@@ -24,6 +24,7 @@ from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.node_messages import TakeAgain
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
@@ -78,7 +79,11 @@ class FakeNode:
 
     def __init__(self, every: str) -> None:
         self.interval = parse_interval(every)
-        self.config = SimpleNamespace(verified_every=0, verifies_before=False, replay_timeout_s=600.0)
+        self.config = SimpleNamespace(
+            verified_every=0, verifies_before=False, replay_timeout_s=600.0, commit_timeout_s=30.0, rungs=["rewind"]
+        )
+        self.peers = SimpleNamespace(is_follower=False)
+        self.ordered: list[Any] = []
         self.job: Any = SimpleNamespace(
             phase=recovery.JobPhase.RUNNING,
             unprotected_reason=Reason(),
@@ -93,6 +98,9 @@ class FakeNode:
         self.board = Board.create(RANKS)[1]
         self.advanced: list[Event] = []
         self.logged: list[dict[str, Any]] = []
+
+    def order(self, rank: int, order: Any) -> None:
+        self.ordered.append(order)
 
     def advance(self, event: Event) -> None:
         self.advanced.append(event)
@@ -283,22 +291,28 @@ def test_while_one_is_being_written_another_is_taken_and_then_none_until_it_is(j
     assert one.checkpoints.written == [20, 60]
 
 
-def test_ranks_that_hold_different_parameters_have_no_snapshots_and_the_reason_is_reported(
-    job: Callable[[str], Job], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("differing", "why_not", "is_off"),
+    [
+        ({"header_xxh3": "another"}, "the ranks hold different parameters, of which there is no replica", True),
+        ({"boundary": 40}, "the ranks have taken it at different steps", True),
+        ({"digests": {"w": "others"}}, "ranks that were replicas of each other hold different values of w", False),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_no_snapshot_and_the_reason_is_reported(
+    job: Callable[[str], Job], caplog: pytest.LogCaptureFixture, differing: dict[str, Any], why_not: str, is_off: bool
 ) -> None:
     one = job("20steps")
     one.look()
 
     one.report(0, 20)
-    one.report(1, 20, header_xxh3="another")
+    one.report(1, **{"boundary": 20} | differing)
 
-    why_not = "the ranks hold different parameters, of which there is no replica"
-    assert one.events("snapshot_failed") == [
-        {"event": "snapshot_failed", "boundary": 20, "reason": why_not, "is_off": True}
-    ]
-    assert [record.message for record in caplog.records] == [f"no snapshots are taken from now on: {why_not}"]
+    assert [(event["reason"], event["is_off"]) for event in one.events("snapshot_failed")] == [(why_not, is_off)]
+    assert caplog.messages == [f"no snapshot{'s are taken from now on' if is_off else ' was taken'}: {why_not}"]
     assert one.snapshots.newest is None
-    assert one.look() == 1
+    assert one.comparisons.looked == ([] if is_off else [20])  # in full
+    assert one.look() == (1 if is_off else 2)
 
 
 def test_a_snapshot_that_no_replay_could_reach_leaves_the_one_before_it_in_its_place(job: Callable[[str], Job]) -> None:
@@ -314,32 +328,6 @@ def test_a_snapshot_that_no_replay_could_reach_leaves_the_one_before_it_in_its_p
     assert one.snapshots.newest is not None
     assert one.snapshots.newest.boundary == 1
     assert msgpack.unpackb(os.pread(one.snapshots.newest.records[0], 100, 0))["records"] == [[1, b"", b""]]
-
-
-def test_parts_that_do_not_belong_together_are_no_snapshot(job: Callable[[str], Job]) -> None:
-    one = job("20steps")
-    one.look()
-
-    one.report(0, 20)
-    one.report(1, 40)
-
-    reasons = [event["reason"] for event in one.events("snapshot_failed")]
-    assert reasons == ["the ranks have taken it at different steps"]
-    assert one.snapshots.newest is None
-
-
-def test_replicas_that_differ_share_no_snapshot_and_are_looked_at_in_full(job: Callable[[str], Job]) -> None:
-    one = job("90s")
-    one.now_s += 90
-    one.look()
-
-    one.report(0, 20)
-    one.report(1, 20, digests={"w": "others"})
-
-    reason = "ranks that were replicas of each other hold different values of w"
-    assert [(event["reason"], event["is_off"]) for event in one.events("snapshot_failed")] == [(reason, False)]
-    assert one.snapshots.newest is None
-    assert one.comparisons.looked == [20]
 
 
 def test_what_each_rank_holds_for_itself_is_in_its_own_share(job: Callable[[str], Job]) -> None:
@@ -491,37 +479,24 @@ def warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="ttprun")
 
 
-class FakeAgain:
-    """Steps that are to be taken again: whoever waits for what comes of each."""
-
-    def __init__(self) -> None:
-        self.begun: list[tuple[int, int, Callable[[SnapshotTaken], None]]] = []
-
-    def begin(self, rank: int, stored: Any, number: int, done: Callable[[SnapshotTaken], None]) -> str:
-        self.begun.append((rank, stored.boundary, done))
-        return ""
-
-    def note_suspect(self, rank: int) -> str:
-        return ""
-
-    def end(self) -> None: ...
-
-
-def verified(monkeypatch: pytest.MonkeyPatch, is_proved: bool = True) -> tuple[Job, FakeAgain]:
-    """A job whose first snapshot, of boundary 20, is followed by a step of rank 1 that is verified."""
-    one, again = Job("never", monkeypatch), FakeAgain()
-    one.node.config.verified_every = 20
+def verified(monkeypatch: pytest.MonkeyPatch, is_proved: bool = True, rungs: tuple[str, ...] = ("rewind",)) -> Job:
+    """A job with a step of rank 1 that is verified, after its first snapshot; it is of boundary 20."""
+    one = Job("never", monkeypatch)
+    one.node.config.verified_every, one.node.config.rungs = 20, rungs
     one.times = SnapshotTimes(one.node)  # type: ignore[arg-type]
-    one.snapshots._times, one.snapshots.again, one.snapshots._is_proved = one.times, again, is_proved
-    assert one.look() == 1
-    one.report(0, 20)
-    one.take_report(1, step_of("a"))  # read before what was sent earlier by the other rank
+    one.snapshots._times, one.snapshots._is_proved = one.times, is_proved
+    assert one.look() == len(rungs)
+    if rungs:
+        one.report(0, 20)
+        one.take_report(1, step_of("a"))  # read before what was sent earlier by the other rank
     one.report(1, 20)
-    return one, again
+    if not rungs:
+        one.take_report(1, step_of("a"))
+    return one
 
 
-def step_of(digest: str, why_not: str = "") -> SnapshotTaken:
-    return SnapshotTaken(0, 20, why_not, rows=(("loss 1", digest, "1"),))
+def step_of(digest: str, why_not: str = "", number: int = 0) -> SnapshotTaken:
+    return SnapshotTaken(number, 20, why_not, rows=(("loss 1", digest, "1"),))
 
 
 @pytest.mark.parametrize(
@@ -530,12 +505,12 @@ def step_of(digest: str, why_not: str = "") -> SnapshotTaken:
 def test_a_step_is_taken_again_until_two_agree_and_meanwhile_no_snapshot_is_taken(
     monkeypatch: pytest.MonkeyPatch, others: str, finding: str
 ) -> None:
-    one, again = verified(monkeypatch, is_proved=finding != "inconclusive")
+    one = verified(monkeypatch, is_proved=finding != "inconclusive")
 
-    for number, digest in enumerate(others):
+    for number, digest in enumerate(others, start=1):
         assert one.look() == 1
-        assert [begun[:2] for begun in again.begun] == [(1, 20)] * (number + 1)
-        again.begun[-1][2](step_of(digest))
+        assert one.node.ordered == [TakeAgain(1, 20, at) for at in range(1, number + 1)]
+        one.take_report(1, step_of(digest, number=number))
 
     (event,) = one.events("step_verified")
     assert (event["rank"], event["step"], event["finding"]) == (1, 20, finding)
@@ -547,23 +522,26 @@ def test_a_step_is_taken_again_until_two_agree_and_meanwhile_no_snapshot_is_take
 
 
 def test_of_a_rank_that_may_have_been_replaced_in_its_step_nothing_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, again = verified(monkeypatch)
+    one = verified(monkeypatch)
     one.node.job.generation += 1
 
     assert one.look() == 2
-    again.begun[0][2](step_of("b"))
+    one.take_report(1, step_of("b", number=1))
     assert one.events("step_verified") == []
 
 
-def test_a_step_that_cannot_be_taken_again_is_named_once_and_the_next_one_is_tried(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("rungs", "late_s"), [(("rewind",), 0.0), ((), 31.0)], ids=["one node", "several nodes"])
+def test_a_step_that_is_not_taken_again_in_time_is_named_once_and_the_next_one_is_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rungs: tuple[str, ...], late_s: float
 ) -> None:
-    one, again = verified(monkeypatch)
+    one = verified(monkeypatch, rungs=rungs)
+    why_not = "it takes longer than 30 s" if late_s else "the script has failed"
 
-    again.begun[0][2](step_of("b", "the script has failed"))
+    one.now_s += late_s  # its rank may have gone on, and there is no way back
+    one.take_report(1, step_of("b", "" if late_s else why_not, number=1))
 
-    assert [event["reason"] for event in one.events("step_not_verified")] == ["the script has failed"]
-    assert one.look() == 2
+    assert [event["reason"] for event in one.events("step_not_verified")] == [why_not]
+    assert one.node.ordered[-1] == TakeAgain(1, 20, 0)
+    assert one.look() == (2 if rungs else 0)
     one.snapshots.conclude()
-    said = ["step 20 of rank 1 is not verified: the script has failed", "no step was verified: the script has failed"]
-    assert caplog.messages == said
+    assert caplog.messages == [f"step 20 of rank 1 is not verified: {why_not}", f"no step was verified: {why_not}"]

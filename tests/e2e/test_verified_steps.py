@@ -63,21 +63,19 @@ def test_a_flipped_bit_is_found_by_two_other_processes_and_the_weights_are_those
     assert "rank 0 is suspect: it has computed" in run.output, run.story()
 
 
-def test_of_what_fsdp2_reduces_the_layer_is_named(corrupted: Callable[..., Run]) -> None:
-    run = corrupted(CORRUPTIONS["gradient"][0], f"1/{EVERY}", "--sharded", "yes")
-
-    assert "it has computed the gradient of net.3.weight to net.3.bias (input of reduce_scatter" in run.output
-
-
 @pytest.mark.parametrize(
-    ("fault", "named"),
-    [CORRUPTIONS["gradient"], ("flip-bit:rank=0,step=30,phase=backward,seed=5", "weights of net.")],
-    ids=["a gradient", "a weight, after its use"],
+    ("fault", "named", "more"),
+    [
+        (*CORRUPTIONS["gradient"], ()),
+        ("flip-bit:rank=0,step=30,phase=backward,seed=5", "weights of net.", ()),
+        (CORRUPTIONS["gradient"][0], "the gradient of net.3.weight to net.3.bias (input of", ("--sharded", "yes")),
+    ],
+    ids=["a gradient", "a weight, after its use", "what FSDP2 reduces"],
 )
 def test_if_it_is_compared_before_the_optimizer_uses_it_no_step_is_lost(
-    corrupted: Callable[..., Run], fault: str, named: str
+    corrupted: Callable[..., Run], fault: str, named: str, more: tuple[str, ...]
 ) -> None:
-    run = corrupted(fault, f"1/{EVERY},before")
+    run = corrupted(fault, f"1/{EVERY},before", *more)
 
     (incident,) = run.incidents
     assert (incident["outcome"], incident["ranks"], incident["steps_lost"]) == ("recovered", [0], 0), run.story()

@@ -132,11 +132,15 @@ def misfits(torchrun: Namespace, config: Config) -> Iterator[tuple[bool, str, st
     is_alone = config.buddy == "node" and (most if elastic else least) < 2
     yield is_alone, "--buddy node keeps mirrors on the next node, and there is one only", "use --buddy auto, or on"
     is_verified, what = config.verified_every > 0, "--verify-steps"
-    yield is_verified and most > 1, f"{what} works on one node so far", "use one node, or start without it"
+    is_spread = is_verified and most > 1
+    late = f"{what} on several nodes compares a step before it is used: there is no snapshot to go back to"
+    yield is_spread and not config.verifies_before, late, f"add ',before': 1/{config.verified_every},before"
+    shared = f"{what} on several nodes needs a directory that all share: from there all go back to a suspect step"
+    yield is_spread and config.save_dir is None, shared, "name it (--save-dir)"
     for name, is_asked in ((what, is_verified), ("--standby-context", config.standby_context)):
         yield is_asked and not config.standbys, f"{name} needs a standby", "start it with --standbys 1"
     yield is_verified and config.mindio, f"{what} cannot be combined with --mindio", without
-    for rung in ("replace", "rewind"):
+    for rung in ("replace", "persist", "restart") if is_spread else ("replace", "rewind"):
         yield is_verified and rung not in config.rungs, f"{what} needs the rung '{rung}' (rungs)", "leave it in"
     for path in config.user_paths:
         yield not Path(path).exists(), f"user_paths: there is no directory '{path}'", "correct the path"

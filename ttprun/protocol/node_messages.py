@@ -254,6 +254,17 @@ class Strike(Message, frozen=True):
     is_reported: bool
 
 
+class TakeAgain(Message, frozen=True):
+    """Have another process take a rank's step after this boundary; the answer is a SnapshotTaken of this number.
+
+    number   from 1, of this step; 0: nobody waits for it any more
+    """
+
+    rank: int
+    boundary: int
+    number: int
+
+
 class Recovered(Message, frozen=True):
     """An incident has ended well: standbys are to be refilled."""
 
@@ -273,6 +284,7 @@ class Published(Message, frozen=True):
 Order = (
     SpawnRank | KillRank | ParkRank | TakeBack | Replay | LoadMirror | Rewind
     | Begin | VoidEvidence | KeepMirror | VoidBeyond | Broadcast | StorePart | GiveRecords | Strike | Recovered
+    | TakeAgain
 )  # fmt: skip
 OfLeader = (
     Order | Forward | Published | Known | Rows | Records

@@ -42,7 +42,7 @@ class Patience:
     def look(self, times: float = 1.0, crowded: float | None = None) -> bool:
         """Whether the limit is over; to be asked at least every LOOK_S.
 
-        times     as many times as long the limit is at present
+        times     as many times as long the limit is at present, MOST_TIMES at most
         crowded   what `crowd` returns, if it has been asked
         """
         now = time.monotonic()

@@ -46,7 +46,7 @@ class SnapshotSize(Message, frozen=True):
 class SnapshotTaken(Message, frozen=True):
     """A rank has copied its part of a snapshot into shared memory, or could not.
 
-    number         of the requested snapshot
+    number         of the requested snapshot; with rows: 0 of the rank itself, else of `TakeAgain`
     why_not        "" if it was taken
     share          None if it was not
     records_bytes  of its own records

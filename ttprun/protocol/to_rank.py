@@ -40,6 +40,8 @@ class Options(Message, frozen=True):
     trace                 file to which it adds digests of each step; "": it leaves none
     verified              path for what the collectives of a step have given to it, if its steps are verified; "": not
     keeps_nan             the step in which a NaN is found is kept
+    verified_every        boundaries after which the next rank's step is verified, from what it alone keeps; 0: after
+                          snapshots of all
     verified_before       and waits before it takes such a step until that is compared
     """
 
@@ -69,6 +71,7 @@ class Options(Message, frozen=True):
     prints_traceback: bool
     trace: str = ""
     verified: str = ""
+    verified_every: int = 0
     verified_before: bool = False
     keep_steps: int = 0
     keeps_nan: bool = False

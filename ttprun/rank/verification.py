@@ -286,9 +286,10 @@ class Verifier:
     def await_verified(self, session: Rank, boundary: int) -> None:
         """Before the step that follows a boundary: wait until it is compared with what another process made of it.
 
-        Blocks for commit_timeout_s at most, or until a recovery begins or the job ends.
+        Blocks for commit_timeout_s at most, or until a recovery begins or the job ends. On several nodes, where no rank
+        could go back behind the step any more, the agent gives up first.
         """
-        patience = Patience(session.options.commit_timeout_s)
+        patience = Patience(session.options.commit_timeout_s * (2 if session.options.verified_every else 1))
         while self._verified_at != boundary and not (session.is_holding or session.unprotected or patience.look()):
             if self._journal.is_ended:
                 return

@@ -58,8 +58,10 @@ class StepDiffers(LivingRankLost, frozen=True, kw_only=True):
     boundary           newest that the rank has passed
     detected_after_s   not known: it may have gone wrong at any moment of that step
     reason             what it has computed otherwise
+    is_before          no rank has used what it gave: the others hold what they held at that boundary
     """
 
+    is_before: bool = False
     kind: ClassVar[str] = "corruption"
 
     @property

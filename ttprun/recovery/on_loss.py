@@ -260,11 +260,16 @@ def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
 def on_step_differs(job: Job, event: StepDiffers) -> Result:
     """RUNNING: what a rank has computed wrongly is in all ranks by now: all go back to before that, in new processes.
 
-    There is a snapshot of that step's beginning, as none is taken while it is verified.
+    There is a snapshot of that step's beginning, as none is taken while it is verified. On several nodes there is none,
+    and no rank has taken that step: the others save what they hold, and all go back to that.
     """
     job = replace(open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0), stood_at=event.boundary)
     job = job.with_incident(ranks=(event.rank,), reason=Reason("other-weights", event.sentence))
-    return take_lower_rung(job, event.at_s, Reason(), is_trusted=False)
+    if not event.is_before:
+        return take_lower_rung(job, event.at_s, Reason(), is_trusted=False)
+    job = job.with_member(event.rank, pid=None, life=RankState.LOST, is_protected=False)
+    job, actions = take_lower_rung(job, event.at_s, Reason(text="what it gave is in all gradients of that step"))
+    return job, (KillRank(event.rank, event.sentence), *actions)
 
 
 def on_stop(job: Job, event: StopAsked) -> Result:

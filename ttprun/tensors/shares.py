@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -234,7 +234,8 @@ def _load_parts(header: list[Any], files: list[str]) -> None:
         raise fail_open.NotRepairableError(why_not)
     parts = {key: sharded.chunk_of(whole) or Chunk.whole(whole.shape) for key, whole in targets.items()}
     try:
-        load_resharded({key: (model_tensors.local_of(targets[key]), part) for key, part in parts.items()}, files)
+        needed = {key: (model_tensors.local_of(targets[key]), part) for key, part in parts.items() if part.count}
+        load_resharded(needed, files)
     except CannotReshardError as error:
         raise fail_open.NotRepairableError(str(error)) from None
     sharded.forget_gathered()
@@ -339,6 +340,7 @@ class SnapshotPart:
 
     buffers   for each place where a snapshot can be kept, the paths for this rank's records and for its share
     every     steps between two; 0: at the first boundary after a request
+    turns     boundaries at which this rank alone keeps all that it holds, as its step is verified
     owners    of parameters that differ between ranks, see `checkpoint_shards.Differing`; set by the agent
     verified_at   boundary of the newest snapshot from which another process takes this rank's step again
     """
@@ -350,12 +352,14 @@ class SnapshotPart:
         buffers: Sequence[tuple[str, str]],
         every: int,
         recorder: Any,
+        turns: Container[int] = (),
     ) -> None:
         self._recorder = recorder
         self._board = board
         self._is_leader = local_rank == LEADER
         self._buffers = [(Memory(records), Memory(share)) for records, share in buffers]
         self._every = every
+        self._turns = turns
         self.owners: Mapping[str, Sequence[int]] = {}
         self.verified_at = -1
         self._seen = board.get(LEADER, Field.SNAPSHOT_NUMBER)
@@ -420,11 +424,11 @@ class SnapshotPart:
         if cells[_ASKED] != self._newest[0]:
             since = boundary if not self._every else -(-boundary // self._every) * self._every
             self._newest = cells[_ASKED], since
-        return cells[_QUIESCED] != 0 or 0 <= boundary - self._newest[1] <= MOST_PUT_OFF
+        return cells[_QUIESCED] != 0 or boundary in self._turns or 0 <= boundary - self._newest[1] <= MOST_PUT_OFF
 
     def is_due(self, boundary: int) -> bool:
-        """Whether all ranks take a snapshot of `boundary`; valid when all have recorded it."""
-        return self._board.cells[_TAKEN_AT] == boundary
+        """Whether all ranks take a snapshot of `boundary`, or this one alone; valid when all have recorded it."""
+        return boundary in self._turns or self._board.cells[_TAKEN_AT] == boundary
 
     @staticmethod
     def copy_all(frame: FrameType, memory: Memory | None) -> tuple[Memory, Share]:
@@ -450,14 +454,16 @@ class SnapshotPart:
             place = number % len(self._buffers)
             for_records, for_share = self._buffers[place]
             self._recorder.evidence.keep(boundary, place)
-            # Output after this boundary is not known yet: a rewind prints it again.
-            records = msgpack.packb(self._recorder.export(boundary))
-            for_records.fill(len(records), [memoryview(records)])
+            is_alone = boundary in self._turns
             differing = Differing(self.owners, session.rank, range(session.world_size))
-            share = copy(for_share, session.local_rank, self._board.n_ranks, frame, differing)
+            which = (0, 1, frame) if is_alone else (session.local_rank, self._board.n_ranks, frame, differing)
+            share = copy(for_share, *which)
+            # Output after this boundary is not known yet: a rewind prints it again.
+            records = msgpack.packb(self._recorder.export(boundary) | {"header": json.dumps(share.header)})
+            for_records.fill(len(records), [memoryview(records)])
             took_s = time.monotonic() - started_s
             taken = SnapshotTaken(number, boundary, "", share, records_bytes=len(records), took_s=took_s)
-            if session.options.verified and number % session.world_size == session.rank:
+            if is_alone or (session.options.verified and number % session.world_size == session.rank):
                 self.verified_at = boundary
         except Exception as error:  # training continues
             taken = SnapshotTaken(number, boundary, why_not=f"rank {session.rank}: {error}")

@@ -32,9 +32,10 @@ from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node_agent import NodeAgent, NodeEyes, ReplaceHandler
-from ttprun.agent.node.process_watch import Again, ProcessWatch, UnhookedRanks
+from ttprun.agent.node.process_watch import ProcessWatch, UnhookedRanks
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
 from ttprun.agent.node.state_copies import Memory
+from ttprun.agent.node.step_again import Again
 from ttprun.chaos.injected_faults import Fault
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import node_messages
@@ -111,6 +112,8 @@ class Group:
         self.watch = ProcessWatch(
             *(node, self.memory, self.mirrors, run.injections, run.unseen, run.standby_watch),
         )
+        begun_with = node.stored_of if "rewind" in node.rungs else self.memory.kept_of
+        self.again = Again(node, self.watch, run.standbys, begun_with)
         self.orders = NodeAgent(
             node,
             injections=run.injections,
@@ -119,17 +122,17 @@ class Group:
             standbys=run.standbys,
             standby_watch=run.standby_watch,
             watch=self.watch,
+            take_again=self.again.carry_out,
             replace_handler=new.replace_handler,
             tell=self.report,
-            stored_of=lambda rank: node.slots[rank].stored,
+            stored_of=node.stored_of,
         )
         eyes = NodeEyes(node, self.memory)
         self.wire = wire = Wire(node, self.orders)
         self.comparisons = Comparisons(node, wire, times, incidents)
         self.checkpoints = Checkpoints(node, wire, run.checkpoint_writer, self.comparisons)
         buffers = [SnapshotBuffer(*place) for place in self.memory.snapshots]
-        self.again = Again(node, self.watch, run.standbys)
-        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints, buffers, self.again)
+        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints, buffers, self.again.note_suspect)
         self.repairs: Repairs = (
             Frameworks(node) if node.config.mindio else Replays(node, wire, self.comparisons, self.checkpoints)
         )

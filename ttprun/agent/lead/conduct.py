@@ -12,6 +12,7 @@ more time than was asked for. Begin with `ACTIONS`, `Coordinator.advance` and `D
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections import deque
@@ -37,7 +38,7 @@ from ttprun.protocol import meeting, node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.from_rank import RankFrozen
-from ttprun.protocol.patience import MOST_TIMES, Patience
+from ttprun.protocol.patience import Patience
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.recovery.replicas import Replicas
 
@@ -332,7 +333,7 @@ class Deadlines:
         self._waits = [wait for wait in self._waits if wait.order.rank is not None or self._is_current(wait.order)]
         if not self._waits:
             return
-        times = MOST_TIMES if self._hang_detector.do_all_work(recovery.who_is_awaited(job)) else 1.0
+        times = math.inf if self._hang_detector.do_all_work(recovery.who_is_awaited(job)) else 1.0
         over = [wait for wait in self._waits if wait.patience.look(times)]
         for wait in over:
             self._waits.remove(wait)

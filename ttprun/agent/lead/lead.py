@@ -183,6 +183,10 @@ class Lead(Ground):
         self.is_in_incident, self.is_running = job.incident is not None, job.phase is recovery.JobPhase.RUNNING
         self.is_unprotected = bool(job.unprotected_reason)
 
+    def stored_of(self, rank: int) -> Stored | None:
+        """What a rank goes back to."""
+        return self.slots[rank].stored
+
     @property
     def is_ending(self) -> bool:
         """This agent leads, and the job saves its state and ends: nobody can join it any more."""

@@ -33,7 +33,7 @@ class SnapshotTimes:
     def __init__(self, node: Lead) -> None:
         self._node = node
         self._interval = node.interval
-        self._verified_every = node.config.verified_every
+        self._verified_every = node.config.verified_every if "rewind" in node.config.rungs else 0
         self.is_off = node.interval.is_never and not self._verified_every
         self.why_off = ""
         self.is_wanted = False

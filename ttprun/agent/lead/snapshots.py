@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ttprun import recovery
 from ttprun.agent.base import stored_states
@@ -22,6 +21,7 @@ from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.errors import counted
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.node_messages import TakeAgain
 from ttprun.protocol.snapshot_messages import SnapshotTaken
 from ttprun.tensors.shares import version_of
 
@@ -33,22 +33,11 @@ NO_STANDBY = "no standby is ready"
 NOT_PROVED = "no step was equal before, so what it depends on may be in no record"
 
 
-class TakesAgain(Protocol):
-    """Has a step taken again; see `Again` in agent/node/process_watch.py."""
-
-    def note_suspect(self, rank: int) -> str: ...
-
-    def begin(
-        self, rank: int, stored: stored_states.Stored, number: int, done: Callable[[SnapshotTaken], None]
-    ) -> str: ...
-
-    def end(self) -> None: ...
-
-
 @dataclass
 class _Verified:
-    """A step that is verified: that of one rank, after a snapshot.
+    """A step that is verified: that of one rank, after a snapshot, or after what it alone keeps on several nodes.
 
+    since_s  when its beginning was kept; then when the rank had taken it
     taken    what the rank has made of it, and then what other processes have
     every_s  from the snapshot before
     cost_s   time that the rank has spent on it
@@ -68,7 +57,7 @@ class Snapshots:
     """The snapshots of a node's ranks.
 
     buffers      memory for them
-    again        has steps taken again that are verified; None: no step is verified
+    note_suspect  called with a suspect rank of this node; returns what was done with its device, for people
     newest       the newest complete one
     share_bytes  about how large a rank's share will be; 0 before the first step
     """
@@ -78,7 +67,7 @@ class Snapshots:
     _comparisons: Comparisons
     _checkpoints: Checkpoints
     buffers: list[SnapshotBuffer]
-    again: TakesAgain | None = None
+    note_suspect: Callable[[int], str] = lambda rank: ""
     newest: SnapshotBuffer | None = None
     share_bytes: int = 0
     _has_room: bool = False
@@ -90,9 +79,15 @@ class Snapshots:
     _early: tuple[Row, SnapshotTaken] | None = None  # the newest
     _has_said: bool = False
     _is_proved: bool = False  # a step was equal, so others can be, too; not since a rank was suspect
+    _suspected: set[int] = field(default_factory=set)  # nodes
     _taken_s: float = field(default_factory=time.monotonic)  # when the newest was complete
     _not_verified: set[str] = field(default_factory=set)  # reasons that were said
     _why_none: str = "the script has taken too few"  # of all steps was verified; "": one was
+
+    @property
+    def _are_of_all(self) -> bool:
+        """All ranks take them together; else each keeps alone what its verified step begins with."""
+        return "rewind" in self._node.config.rungs
 
     def close(self) -> None:
         """The ranks are gone: give the memory back."""
@@ -103,21 +98,23 @@ class Snapshots:
 
     def conclude(self) -> None:
         """The job has ended."""
-        if self._node.config.verified_every and self._why_none:
+        if self._node.config.verified_every and self._why_none and not self._node.peers.is_follower:
             logger.warning("no step was verified: %s", self._why_none)
 
     def look(self) -> None:
         """Ask for the next one, if it is time and there is room."""
         job = self._node.job
-        if self._times.is_off or job.phase is not recovery.JobPhase.RUNNING or job.unprotected_reason or job.are_alone:
+        if job.phase is not recovery.JobPhase.RUNNING or job.unprotected_reason or job.are_alone:
             self._is_pending = False  # a rank that has been replaced does not take it
             self._end_verification()
             return
         if self._verified is not None and self._verified.generation != job.generation:
             self._end_verification()  # the rank may have been replaced in that step
-        limit_s = self._node.config.replay_timeout_s
-        if self._verified is not None and time.monotonic() - self._verified.since_s > limit_s:
-            self._note_not_verified(f"it takes longer than {limit_s:.0f} s")
+        if self._verified is not None and (too_late := self._why_too_late(self._verified)):
+            self._note_not_verified(too_late)
+        if self._times.is_off:
+            self._is_pending = False
+            return
         if self.share_bytes and not self._has_room and self._times.is_due(_ROOM_AHEAD_S):
             self._has_room = True
             fresh = [fd for buffer in self.buffers if not buffer.is_asked for fd in buffer.shares]
@@ -134,36 +131,42 @@ class Snapshots:
         self.buffers[number % len(self.buffers)].is_asked = True
         self._node.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
 
+    def _begin_verification(self, rank: int, boundary: int, took_s: float) -> None:
+        """What the rank's next step begins with is kept, which has taken it so long."""
+        now, every_s = time.monotonic(), time.monotonic() - self._taken_s
+        self._verified = _Verified(rank, boundary, self._node.job.generation, now, every_s, took_s)
+        self._taken_s = now
+
+    def _why_too_late(self, verified: _Verified) -> str:
+        """On several nodes nobody could go back behind the step, so its rank must wait longer than is waited for it."""
+        config = self._node.config
+        limit_s = config.replay_timeout_s if self._are_of_all or not verified.taken else config.commit_timeout_s
+        is_over = time.monotonic() - verified.since_s > limit_s
+        return f"it takes longer than {limit_s:.0f} s" if is_over else ""
+
     def _verify(self, slot: Row, message: SnapshotTaken) -> None:
-        """The rank whose step is verified has taken it: have another process take it again, from the snapshot."""
-        verified, snapshot, self._early = self._verified, self.newest, (slot, message)
-        if verified is None or snapshot is None or (slot.rank, message.boundary) != (verified.rank, verified.boundary):
+        """The rank whose step is verified has taken it, or another process has: have one take it until two agree."""
+        verified, self._early = self._verified, (slot, message)
+        named = (slot.rank, message.boundary, message.number)
+        if verified is None or named != (verified.rank, verified.boundary, len(verified.taken)):
             return
-        if message.why_not:
-            self._note_not_verified(message.why_not)
+        if why_not := message.why_not or self._why_too_late(verified):
+            self._note_not_verified(why_not)
             return
         verified.taken.append(message)
-        verified.cost_s += message.took_s
-        self._take_again(verified, snapshot)
-
-    def _take_again(self, verified: _Verified, snapshot: SnapshotBuffer) -> None:
-        def done(message: SnapshotTaken) -> None:
-            if self._verified is not verified:
-                return
-            if message.why_not:
-                self._note_not_verified(message.why_not)
-                return
-            verified.taken.append(message)
-            judged = recovery.StepDiffers.judge(
-                [taken.rows or () for taken in verified.taken], verified.taken[0].layouts
-            )
-            if judged.finding == "again":
-                self._take_again(verified, snapshot)
-            else:
+        if len(verified.taken) == 1:
+            verified.since_s = time.monotonic()
+            verified.cost_s += message.took_s
+        else:
+            rows = [taken.rows or () for taken in verified.taken]
+            judged = recovery.StepDiffers.judge(rows, verified.taken[0].layouts)
+            if judged.finding != "again":
                 self._conclude(verified, *judged)
+                return
+        self._order(verified, len(verified.taken))
 
-        if self.again and (why_not := self.again.begin(verified.rank, snapshot.as_stored(), len(verified.taken), done)):
-            self._note_not_verified(why_not)
+    def _order(self, verified: _Verified, number: int) -> None:
+        self._node.order(verified.rank, TakeAgain(verified.rank, verified.boundary, number))
 
     def _conclude(self, verified: _Verified, finding: str, what: str) -> None:
         """The step has been taken often enough."""
@@ -178,10 +181,18 @@ class Snapshots:
         self._node.log("step_verified", **about, cost_s=verified.cost_s, share=share)
         if finding == "suspect":
             reason = f"it has computed {what} of step {step} otherwise than two other processes from the same state"
-            if self.again and (moved := self.again.note_suspect(rank)):
+            if moved := self.note_suspect(rank) if self._are_of_all else self._note_node(rank):
                 reason = f"{reason}; {moved}"
-            pid, applied = self._node.slots[rank].pid, self._node.board.get(rank, Field.APPLIED)
-            self._node.advance(recovery.StepDiffers(at_s=now, rank=rank, pid=pid, boundary=applied, reason=reason))
+            applied = self._node.board.get(rank, Field.APPLIED)
+            differs = recovery.StepDiffers(
+                at_s=now,
+                rank=rank,
+                pid=self._node.slots[rank].pid,
+                boundary=applied if self._are_of_all else step,
+                reason=reason,
+                is_before=not self._are_of_all,
+            )
+            self._node.advance(differs)
         else:
             self._let_go_on(verified)
         if finding == "equal" and not self._has_said:
@@ -195,6 +206,14 @@ class Snapshots:
             logger.warning("step %d of rank %d, taken again: %s: %s", step, rank, finding, what)
         self._verified = None
 
+    def _note_node(self, rank: int) -> str:
+        """A rank is suspect, on several nodes: what to do if one of its node was before."""
+        peers, number = self._node.peers, self._node.peers.node_of(rank)
+        was_before = number in self._suspected
+        self._suspected.add(number)
+        what = f"a rank of {peers.name_of(number)} was suspect before: take it out of the job (ttprun drain {number})"
+        return what if was_before else ""
+
     def _note_not_verified(self, why_not: str) -> None:
         verified = self._verified
         assert verified is not None
@@ -206,8 +225,8 @@ class Snapshots:
         self._end_verification()
 
     def _end_verification(self) -> None:
-        if self.again is not None and self._verified is not None:
-            self.again.end()
+        if self._verified is not None:
+            self._order(self._verified, 0)
             self._let_go_on(self._verified)
             self._verified = None
 
@@ -220,6 +239,13 @@ class Snapshots:
         """A rank has written its part of a snapshot, or could not; or taken the step after it, if that is verified."""
         if message.rows is not None:
             self._verify(slot, message)
+            return
+        if not self._are_of_all:
+            if self._verified is not None:
+                self._note_not_verified("it takes longer than up to the next one")
+            self._begin_verification(slot.rank, message.boundary, message.took_s)
+            if message.share is None:
+                self._note_not_verified(message.why_not)
             return
         if message.number != self._number or not self._is_pending:
             return
@@ -255,13 +281,10 @@ class Snapshots:
         if self._node.job.snapshot != buffer.boundary:
             return  # no replay could reach it: the job goes back to the one before, which stays
         is_first, self.newest, self._reason = self.newest is None, buffer, ""
-        if self.again is not None and self._node.config.verified_every:
-            rank = self._number % len(self._node.slots)
-            now = time.monotonic()
-            self._verified = _Verified(
-                rank, buffer.boundary, self._node.job.generation, now, now - self._taken_s, took_s
-            )
-            self._taken_s = now
+        if self._node.config.verified_every:
+            verified = self._node.slots[self._number % len(self._node.slots)]
+            verified.stored = buffer.as_stored()
+            self._begin_verification(verified.rank, buffer.boundary, took_s)
             if self._early is not None:  # the last rank's report of its part has come later
                 self._verify(*self._early)
         if is_first:

@@ -59,6 +59,7 @@ ORDERS: dict[type[node_messages.Order], str] = {
     node_messages.GiveRecords: "_give_records",
     node_messages.Strike: "injections.strike_here",
     node_messages.Recovered: "_recover",
+    node_messages.TakeAgain: "take_again",
 }
 
 
@@ -80,6 +81,7 @@ class NodeAgent:
     standbys: Standbys
     standby_watch: StandbyWatch
     watch: ProcessWatch
+    take_again: Callable[[node_messages.TakeAgain], None]
     replace_handler: ReplaceHandler
     tell: Callable[[node_messages.Report], None]
     stored_of: Callable[[int], Stored | None]
@@ -182,8 +184,7 @@ class NodeAgent:
 
     def _give_records(self, order: node_messages.GiveRecords) -> None:
         for rank in order.ranks:
-            mirror = self.mirrors.copies.serve(rank)
-            self.node.report(node_messages.Records(rank, self.memory.give(rank), mirror))
+            self.node.report(node_messages.Records(rank, self.memory.give(rank), self.mirrors.copies.serve(rank)))
 
     def _recover(self, order: node_messages.Recovered) -> None:
         self.end_parked()
@@ -252,8 +253,7 @@ class NodeAgent:
         known, which may take seconds.
         """
         node, slot, reason = self.node, self.node.process(order.rank), order.reason
-        handler = slot.handler
-        is_looked_at = order.is_late
+        handler, is_looked_at = slot.handler, order.is_late
         if is_looked_at:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(slot.pid, signal.SIGSTOP)

@@ -17,41 +17,36 @@ import logging
 import os
 import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 
-from ttprun.agent.base import life_signs, stack_dumps
+from ttprun.agent.base import life_signs
 from ttprun.agent.base.life_signs import Causes
 from ttprun.agent.base.loop import unwatch
-from ttprun.agent.base.stored_states import Stored, path_of
+from ttprun.agent.base.stored_states import path_of
 from ttprun.agent.node.mirrors import Mirrors
 from ttprun.agent.node.node import Node, Process
 from ttprun.agent.node.rank_processes import (
     RankHandler,
     StandbyHandler,
     command_of,
-    kill_session,
-    lower_priority,
     why_silent,
     with_agent,
 )
-from ttprun.agent.node.standbys import PART, Standbys, StandbyWatch
+from ttprun.agent.node.standbys import PART, StandbyWatch
 from ttprun.agent.node.state_copies import Memory
-from ttprun.capture.records.recorder import Recorder
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, standby_messages, to_rank
-from ttprun.protocol.board import FINISHED, Board, Field
-from ttprun.protocol.channel import Message, Order
+from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.from_rank import RankUnprotected
 from ttprun.protocol.node_messages import Said
-from ttprun.protocol.rank_events import MismatchFound, RankStarted
+from ttprun.protocol.rank_events import RankStarted
 from ttprun.protocol.reason import Reason
-from ttprun.protocol.snapshot_messages import SnapshotTaken
 from ttprun.rank.bootstrap import unhooked
 
 logger = logging.getLogger("ttprun")
@@ -111,6 +106,7 @@ class ProcessWatch:
             prints_traceback=bool(handler.start["stderr"]),
             trace=config.trace or "",
             verified=path_of(self._memory.verified[slot.local_rank]) if self._memory.verified else "",
+            verified_every=0 if "rewind" in rungs else config.verified_every,
             verified_before=config.verifies_before,
             keep_steps=config.keep_steps or int(config.on_nan == "keep"),
             keeps_nan=config.on_nan == "keep",
@@ -216,7 +212,7 @@ class ProcessWatch:
         slot.kill()  # what it has started, as long as its number is its own
         handler = slot.handler
         if handler.proc.poll() is None:  # a debugger that is attached to it has to hear of it first
-            self._node.in_background(lambda: _take_code(handler), lambda _: self._on_gone(slot, handler))
+            self._node.in_background(lambda: take_code(handler), lambda _: self._on_gone(slot, handler))
         else:
             self._on_gone(slot, handler)
 
@@ -305,95 +301,10 @@ class ProcessWatch:
         slot.forget_process()
 
 
-def _take_code(handler: RankHandler) -> None:
+def take_code(handler: RankHandler) -> None:
     """Wait for an exit code that the kernel holds back."""
     while handler.proc.poll() is None:
         time.sleep(_LOOK_AGAIN_S)
-
-
-class Again:
-    """Has a step of a rank taken again, by a copy of a standby that is told to be that rank, and by nobody else.
-
-    It gets the orders of a rank that goes back to a snapshot; its board, records and stacks are its own.
-    """
-
-    def __init__(self, node: Node, watch: ProcessWatch, standbys: Standbys) -> None:
-        self._node, self._watch, self._standbys = node, watch, standbys
-        self._handler: RankHandler | None = None
-
-    def note_suspect(self, rank: int) -> str:
-        """A rank is suspect; returns what was done with its device, for people, "" if nothing was."""
-        return self._standbys.preloads.note_suspect(self._node.process(rank), self._node.here)
-
-    def begin(self, rank: int, stored: Stored, number: int, done: Callable[[SnapshotTaken], None]) -> str:
-        """Have the step after a snapshot taken; returns why not, "" if `done` will be told unless `end` is called.
-
-        number   from 1, each time on another device, if there are such; with two, the second time on the rank's own
-        """
-        node = self._node
-        if (copy := self._standbys.copy()) is None:
-            return "no standby is ready"
-        lower_priority(copy.process.pid)
-        slot = node.process(rank)
-        own = [Board.create(node.world_size)[0], Recorder.create(node.slot_bytes), stack_dumps.create()]
-        start = slot.handler.start | dict.fromkeys(("stdout", "stderr"), os.devnull)
-        elsewhere = [*self._standbys.preloads.others(start)[1].values(), {}]
-        start["env"] = start["env"] | elsewhere[(number - 1) % len(elsewhere)]
-        handler = self._handler = StandbyHandler(start, copy)
-        try:
-            Recorder(own[1], node.slot_bytes).restore(stored.rank_part(rank))
-            welcome, fds = self._watch.introduction(slot, handler, is_replacement=True)
-            nothing: dict[str, Any] = {key: [] for key in ("mirror", "mirror_copies", "own_state", "buffers")}
-            nothing |= {"verify_every": 0, "snapshot_every_steps": 0, "nan_limit_s": None, "trace": "", "keep_steps": 0}
-            options = replace(welcome.options, **nothing, allow_faults=False)
-            handler.channel.waits = True
-            handler.channel.send(replace(welcome, options=options, faults=[]), [*own, *fds[len(own) :]])
-        finally:
-            for fd in own:
-                os.close(fd)
-        orders: dict[type[Message], Order] = {
-            from_rank.Present: to_rank.Replay(
-                rank, node.generation, stored.boundary, None, given=welcome.options.verified
-            ),
-            from_rank.RankReplayed: to_rank.LoadState(
-                *((), node.generation, stored.boundary, stored.files),
-                owners={key: list(ranks) for key, ranks in stored.owners.items()},
-                header=stored.header_of(rank),
-            ),
-            from_rank.RankRepaired: to_rank.Resume((), node.generation, stored.boundary),
-        }
-        take = partial(self._take, handler, orders, done, stored.boundary)
-        node.selector.register(handler.channel.sock, selectors.EVENT_READ, take)
-        return ""
-
-    def _take(
-        self, handler: RankHandler, orders: Mapping[type[Message], Order], done: Callable[..., None], boundary: int
-    ) -> None:
-        try:
-            messages = handler.channel.read_available()
-        except (EOFError, OSError):
-            messages = [SnapshotTaken(0, boundary, "its process has ended", rows=())]
-        for message in messages:
-            match message:
-                case MismatchFound(reason=reason) | from_rank.RankUnprotected(reason=reason):
-                    message = SnapshotTaken(0, boundary, str(reason), rows=())
-                case from_rank.ScriptError(error=error):
-                    message = SnapshotTaken(0, boundary, error, rows=())
-            if type(message) in orders:
-                handler.channel.send(orders[type(message)])
-            elif isinstance(message, SnapshotTaken) and self._handler is handler:
-                self._standbys.preloads.may_move &= not message.why_not
-                self.end()
-                done(message)
-
-    def end(self) -> None:
-        """Nobody waits for it any more: end its process."""
-        handler, self._handler = self._handler, None
-        if handler is not None:
-            unwatch(self._node.selector, handler.channel.sock)
-            kill_session(handler.proc.pid)
-            handler.close()
-            self._node.in_background(partial(_take_code, handler))
 
 
 EVERY_S = 0.5

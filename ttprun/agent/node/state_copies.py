@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import zlib
 from typing import Any
@@ -55,6 +56,14 @@ class Memory(Slots):
     def snapshots_of(self, local_rank: int) -> list[tuple[str, str]]:
         """Where a rank puts its part of each snapshot."""
         return [(path_of(records[local_rank]), path_of(tensors[local_rank])) for records, tensors in self.snapshots]
+
+    def kept_of(self, rank: int) -> Stored:
+        """What a rank whose step is verified has kept of itself, where there are no snapshots of all."""
+        records, tensors = self.snapshots[0]
+        here = self._node.process(rank).local_rank
+        part = part_in(records[here])
+        boundary, header = part["records"][-1][0], json.loads(part["header"])
+        return Stored(boundary, "shared memory", (), header, (path_of(tensors[here]),), lambda _: part)
 
     # A rank's own state.
 

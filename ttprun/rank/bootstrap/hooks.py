@@ -5,6 +5,7 @@ A process runs its script once, unless a transient error or a device error ends 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -163,6 +164,7 @@ def make_session(presence: Presence) -> Rank:
     welcome, options = presence.welcome, presence.welcome.options
     recorder = Recorder(presence.fds[1], options.record_limit_mib << 20)
     board = Board(presence.fds[0], welcome.world_size)
+    every = options.verified_every
 
     def note(text: str) -> None:
         presence.channel.send(from_rank.Note(text))
@@ -204,7 +206,8 @@ def make_session(presence: Presence) -> Rank:
             Holdings: Holdings(),
             Rehearsal: Rehearsal(),
             SnapshotPart: SnapshotPart(
-                board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder
+                *(board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder),
+                range(every * welcome.rank, sys.maxsize, every * welcome.world_size) if every else (),
             ),
             PostStepWeights: PostStepWeights(optimizer_registry.newest, note),
             OwnState: OwnState(board, welcome.rank, options.own_state, recorder),

@@ -6,7 +6,7 @@ of what this rank has put in, and the bytes of what a collective has given.
 
 In a rank `session.keeper` is a `Keeper` (None: nothing is kept): `keep` at each boundary, `note`, `issue`, `complete`
 and `gather` in between, `write` at the end. Another process gets the orders `Replay`, `LoadState` and `Resume` from
-agent/node/step_again.py (`ttprun replay`) or process_watch.py (--verify-steps); the script runs as `Given` says.
+agent/node/step_again.py (`ttprun replay`, --verify-steps); the script runs as `Given` says.
 """
 
 from __future__ import annotations
