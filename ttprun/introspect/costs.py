@@ -174,6 +174,6 @@ _SHOWN = {
     "commit": ("the commit", ""),
     "collectives": ("collectives", "fewer and larger ones (DDP's bucket_cap_mb)"),
     "data": ("the batches of DataLoaders", ""),
-    "copies": ("copies of weights and state", "--buddy off, where a restart from a snapshot will do"),
+    "copies": ("copies of weights and state", "no --keep-steps; --buddy off, where a restart from a snapshot will do"),
     "checks": ("comparisons", "a larger --verify-every, or --on-nan warn"),
 }
