@@ -34,7 +34,7 @@ from ttprun.errors import ConfigError, in_short
 from ttprun.observe.console import ProgressLine
 from ttprun.observe.run_directory import RunDirectory, StackReport, groups_of, read_stacks
 from ttprun.observe.run_view import load
-from ttprun.observe.status import BEING_PREPARED, IncidentStatus, RunStatus, read_status
+from ttprun.observe.status import BEING_PREPARED, IMPORTS_FOLLOW, IncidentStatus, RunStatus, read_status
 from ttprun.protocol.codec import Refused, decode
 from ttprun.protocol.control_requests import (
     Accepted,
@@ -235,8 +235,9 @@ def _change(request: MoveRanks | DrainNode, run: str | None, anyway: bool, as_js
     if unproved and not anyway:
         raise ConfigError(f"not begun: {in_short(list(unproved), 2)} would perhaps not come back", "--anyway moves it")
     gives_up_s = time.monotonic() + (_STANDBY_LIMIT_S if isinstance(request, MoveRanks) else 0.0)
+    early = (BEING_PREPARED, IMPORTS_FOLLOW)
     with ProgressLine("waiting for a standby", 0, lambda: 0):
-        while time.monotonic() < gives_up_s and load(directory).standby_state == BEING_PREPARED:
+        while time.monotonic() < gives_up_s and load(directory).standby_state.endswith(early):
             time.sleep(_LOOK_AGAIN_S)
     directory, answer = ask_running(str(directory.path), request, "not begun")
     with ProgressLine(what, 0, lambda: 0):

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _MORE_BUSY = 0.2  # than the others: chance alone does not make it in so many looks
 _LONGEST_S = 1e10  # of any time in a status; some 300 years
 
-BEING_PREPARED = "being prepared"  # a standby
+BEING_PREPARED, IMPORTS_FOLLOW = "being prepared", "the ranks' other imports follow"  # a standby
 ENDED: frozenset[str] = frozenset({"done", "stopped", "failed"})
 
 

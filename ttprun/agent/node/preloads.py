@@ -16,6 +16,7 @@ from typing import Any
 
 from ttprun.agent.node.node import Process
 from ttprun.agent.node.rank_processes import Standby, StandbyCopy, command_of, kill_session, other_devices
+from ttprun.observe.status import IMPORTS_FOLLOW
 from ttprun.protocol import standby_messages
 from ttprun.protocol.codec import encode
 from ttprun.protocol.standby_messages import Imported, PreloadPlan, Ready
@@ -301,7 +302,7 @@ class Preloads:
             return text
         if self.why_not:
             return f"torch loaded, nothing else: {self.why_not}"
-        return "torch loaded; the ranks' other imports follow" if self._current is not None else "torch loaded"
+        return f"torch loaded; {IMPORTS_FOLLOW}" if self._current is not None else "torch loaded"
 
     def give_up(self) -> Preloaded | None:
         """Know nothing of the present copy from now on."""
