@@ -47,6 +47,7 @@ from ttprun.rank.bootstrap.install import CHANNEL_VARIABLE
 from ttprun.rank.replay.kept_steps import FOLDER, RESULT, STATE, read_step
 
 _GENERATION = 1  # that of its only order
+_WRITTEN = "which writes steps when the script ends or raises, not when a signal ends it"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def chosen(run_dir: Path, rank: int | None, step: str) -> Path:
         _, of_rank, _, number = place.name.split("-")
         by_rank.setdefault(int(of_rank), {})[str(int(number))] = place
     if not kept:
-        raise ConfigError(f"run '{run_dir}' has kept no step", "start it with --keep-steps 1")
+        raise ConfigError(f"run '{run_dir}' has kept no step", f"start it with --keep-steps 1, {_WRITTEN}")
     if rank is None and len(by_rank) > 1:
         raise ConfigError(f"steps of ranks {in_short([*map(str, by_rank)])} are kept", "name one with --rank")
     steps = by_rank.get(next(iter(by_rank)) if rank is None else rank, {})
