@@ -14,7 +14,6 @@ ALLOWED = {
     "agent/between/rendezvous.py": "launchers that first meet must agree on it, and nothing runs yet",
     "agent/base/ground.py": "a date in torch's error file",
     "agent/lead/hang_detector.py": "which flight records a hang's report names",
-    "cli/machine_checks.py": "`ttprun doctor` says that the clock is wrong",
     "cli/run.py": "the name of a run, and which old run directories are removed, beside their number",
     "cli/run_reports.py": "shown",
     "device/device_errors.py": "a device dates its memory errors by it: did one come after an update?",

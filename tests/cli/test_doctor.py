@@ -64,18 +64,8 @@ def test_this_machine_can_train_with_recovery_and_nothing_is_left_behind(tmp_pat
     found = reported(done)
     areas = {finding.area for finding in found.values()}
     assert areas == {"software", "devices", "kernel", "limits", "network", "files"}
-    assert {
-        "torch",
-        "repair",
-        "backends",
-        "hooks",
-        "pidfd",
-        "memfd, futex",
-        "PR_SET_PDEATHSIG",
-        "open files",
-        "locked memory",
-    } <= (found.keys())
-    assert {"core files", "/dev/shm", "loopback", "ports", "clock", "py-spy", "this directory"} <= found.keys()
+    assert {"torch", "repair", "backends", "hooks", "py-spy", "memfd, futex", "open files", "ports"} <= found.keys()
+    assert {"locked memory", "core files", "/dev/shm", "loopback", "signals", "this directory"} <= found.keys()
     assert all(finding.means or finding.cure for finding in found.values() if finding.level != "ok")
     assert list(tmp_path.iterdir()) == []
 
@@ -201,13 +191,13 @@ def test_a_check_that_breaks_is_a_note_and_the_others_go_on(
 ) -> None:
     monkeypatch.setattr(doctor, "Probe", FakeProbe)
     monkeypatch.setattr(doctor, "repair", no_repair)
-    monkeypatch.setattr(doctor, "CHECKS", (breaking, machine_checks.clocks))
+    monkeypatch.setattr(doctor, "CHECKS", (breaking, machine_checks.signals))
 
     code = main(["doctor", "--json"])
 
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert code == 0
-    assert [finding["subject"] for finding in findings[:3]] == ["first", "check", "clock"]
+    assert [finding["subject"] for finding in findings[:3]] == ["first", "check", "signals"]
     assert findings[1]["found"] == "could not be checked (RuntimeError: no such file)"
 
 
@@ -239,11 +229,11 @@ def test_each_row_is_printed_while_the_next_one_is_still_looked_for(
 
     monkeypatch.setattr(doctor, "Probe", FakeProbe)
     monkeypatch.setattr(doctor, "repair", no_repair)
-    monkeypatch.setattr(doctor, "CHECKS", (machine_checks.clocks, looks))
+    monkeypatch.setattr(doctor, "CHECKS", (machine_checks.signals, looks))
 
     main(["doctor"])
 
-    assert printed[0].splitlines()[-1].split()[:3] == ["ok", "kernel", "clock"]
+    assert printed[0].splitlines()[-1].split()[:3] == ["ok", "kernel", "signals"]
     assert printed[1].split() == ["ok", "kernel", "second", "works"]
 
 
@@ -295,21 +285,6 @@ def test_a_directory_that_cannot_be_written_is_noted(tmp_path: Path, monkeypatch
 
     assert found["this directory"].level == "note"
     assert "--run-dir" in found["this directory"].cure
-
-
-def test_a_taken_default_port_is_noted() -> None:
-    with socket.socket() as taker:
-        taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            taker.bind(("", machine_checks.DEFAULT_PORT))
-            taker.listen()
-        except OSError:
-            pass  # somebody else has it, which is as good
-
-        found = by_subject(machine_checks.network())
-
-    assert found[f"port {machine_checks.DEFAULT_PORT}"].level == "note"
-    assert "--standalone" in found[f"port {machine_checks.DEFAULT_PORT}"].cure
 
 
 def test_a_host_whose_name_is_not_known_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

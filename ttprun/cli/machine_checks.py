@@ -6,7 +6,6 @@ A check returns its findings and may raise; `doctor` makes a finding of that too
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import platform
 import resource
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Literal
 
 from ttprun.protocol.board import Board, Field
-from ttprun.rank.bootstrap.install import PR_SET_PDEATHSIG
 
 Level = Literal["ok", "note", "fails"]
 
@@ -54,7 +52,6 @@ def judged(area: str, subject: str, found: str, is_well: bool, means: str, cure:
 
 
 LOOK_UP_LIMIT_S = 1.0
-DEFAULT_PORT = 29500  # torchrun's, where no rendezvous is named
 GIB = 1 << 30
 ENOUGH_FILES = 1024
 ENOUGH_SHARED_BYTES = GIB
@@ -74,8 +71,6 @@ def kernel() -> Iterator[Finding]:
     except (OSError, AttributeError) as error:
         yield Finding("kernel", "pidfd", _why(error), "fails", "the agent cannot see a rank's exit", f"use {update}")
     yield _shared_page()
-    yield _dies_with_parent()
-    yield _passed_descriptor()
 
 
 def _shared_page() -> Finding:
@@ -94,26 +89,6 @@ def _shared_page() -> Finding:
     waits, cure = waited_s >= 0.01, "allow the system call 'futex' in the container's seccomp profile"
     found = "work" if waits else "futex does not wait"
     return judged("kernel", "memfd, futex", found, waits, "ranks busy-wait before each step", cure)
-
-
-def _dies_with_parent() -> Finding:
-    """Cleared here, not set: the call is the same."""
-    works = ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0) == 0
-    found, means = "works" if works else os.strerror(ctypes.get_errno()), "ranks outlive an agent that is killed"
-    return judged("kernel", "PR_SET_PDEATHSIG", found, works, means, "allow 'prctl'", "fails")
-
-
-def _passed_descriptor() -> Finding:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, open("/dev/null", "rb") as passed:
-        try:
-            socket.send_fds(ours, [b"x"], [passed.fileno()])
-            _, fds, _, _ = socket.recv_fds(theirs, 1, 1)
-            os.close(fds[0])
-        except (OSError, IndexError) as error:
-            means = "a rank cannot be given its record"
-            return Finding("kernel", "descriptors over sockets", _why(error), "fails", means, "allow SCM_RIGHTS")
-    return Finding("kernel", "descriptors over sockets", "work")
 
 
 def stacks() -> Iterator[Finding]:
@@ -178,13 +153,6 @@ def network() -> Iterator[Finding]:
         means = "connections fail when many ranks of several groups take a port each"
         cure = "sysctl net.ipv4.ip_local_port_range='32768 60999'"
         yield judged("network", "ports", f"{first} to {last}", last - first >= ENOUGH_PORTS, means, cure)
-    try:
-        socket.create_server(("", DEFAULT_PORT)).close()
-        yield Finding("network", f"port {DEFAULT_PORT}", "free")
-    except OSError as error:
-        means = "a start without --standalone, --master-port or --rdzv-endpoint is refused"
-        cure = "ttprun --standalone finds a free port"
-        yield Finding("network", f"port {DEFAULT_PORT}", _why(error), "note", means, cure)
 
 
 def _own_name() -> Finding:
@@ -204,18 +172,6 @@ def _own_name() -> Finding:
     how = "takes more than a second to resolve" if thread.is_alive() else "cannot be resolved"
     cure = f"add '127.0.0.1 {name}' to /etc/hosts"
     return Finding("network", "host name", f"{name} {how}", "note", "starting a job takes seconds longer", cure)
-
-
-def clocks() -> Iterator[Finding]:
-    """Times in logs, and the clock that measures time-outs."""
-    step_s = time.get_clock_info("monotonic").resolution
-    if step_s > 1e-3:
-        yield Finding("kernel", "clock", f"steps of {step_s:g} s", "note", "times of phases are coarse", "none known")
-    elif time.time() < Path(__file__).stat().st_mtime - 86400:
-        means = "times in logs are wrong, and certificates may be refused"
-        yield Finding("kernel", "clock", time.strftime("%Y-%m-%d", time.gmtime()), "note", means, "set the clock (NTP)")
-    else:
-        yield Finding("kernel", "clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
 
 
 def files() -> Iterator[Finding]:
@@ -247,7 +203,7 @@ def signals() -> Iterator[Finding]:
     yield judged("kernel", "signals", found, not ignored, means, "start without 'trap \"\"'")
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (kernel, signals, stacks, clocks, limits, network, files)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (kernel, signals, stacks, limits, network, files)
 
 
 def _describe(value: int, unit: str = "") -> str:
