@@ -94,24 +94,24 @@ def test_a_rank_that_is_killed_on_either_node_is_replaced_there_and_no_step_is_l
     assert f"incident {leader.incidents[0]['id']}" in leader.output
 
 
-@pytest.mark.parametrize("finding", ["equal", "suspect"])
+@pytest.mark.parametrize(("finding", "more"), [("equal", ["--sharded", "yes"]), ("suspect", [])])
 def test_a_bit_that_is_flipped_on_the_second_node_is_found_before_it_is_used_and_else_nothing_is_said(
-    start: StartNodes, undisturbed: Undisturbed, tmp_path: Path, finding: str
+    start: StartNodes, undisturbed: Undisturbed, tmp_path: Path, finding: str, more: list[str]
 ) -> None:
-    options = ["--verify-steps", "1/12,before", "--save-dir", str(tmp_path / "save"), "--keep-steps", "1"]
-    faults = ["flip-gradient:rank=1,step=36,phase=backward,seed=5"] if finding == "suspect" else []
-    launches = start(GATED, 1, options, faults=faults, script_args=["--gate", str(tmp_path / "gate")])
+    options = ["--verify-steps", "1/6,before", "--save-dir", str(tmp_path / "save"), "--keep-steps", "1"]
+    faults = [f"flip-gradient:rank=1,step={at},phase=backward,seed=5" for at in (18, 30) if finding == "suspect"]
+    launches = start(GATED, 1, options, faults=faults, script_args=["--gate", str(tmp_path / "gate"), *more])
     for launch in launches:
         launch.wait_for_standby("ready")
     (tmp_path / "gate").touch()
 
     leader, runs = finished(launches)
-
-    assert_same_weights(runs, undisturbed(GATED, 2))
-    verified = [(event["rank"], event["finding"]) for event in leader.events if event["event"] == "step_verified"]
-    assert verified == [(1, "equal"), (0, "equal"), (1, finding)], leader.story()
-    assert [(one["ranks"], one["steps_lost"]) for one in leader.incidents] == [([1], 0)] * len(faults), leader.story()
-    assert ("rank 1 is suspect: it has computed the gradient of net.0.weight" in leader.output) == bool(faults)
+    assert_same_weights(runs, undisturbed(GATED, 2, more))
+    verified = {event["step"]: event["finding"] for event in leader.events if event["event"] == "step_verified"}
+    assert verified | {6: "equal"} == {at: finding if at in (18, 30) else "equal" for at in range(6, 37, 6)}
+    named = "rank 1 is suspect: it has computed the gradient of net.0.weight"
+    assert [(named in one["reason"], one["steps_lost"]) for one in leader.incidents] == [(True, 0)] * len(faults)
+    assert ("was suspect before: take it out of the job (ttprun drain 1)" in leader.output) == bool(faults)
     again = take_again(next((runs[1].folder / "run" / "steps").iterdir()))
     assert (again.equal[-1], again.differing) == ("weights and optimizer state after the step", ()), again
 

@@ -211,7 +211,8 @@ class Snapshots:
         peers, number = self._node.peers, self._node.peers.node_of(rank)
         was_before = number in self._suspected
         self._suspected.add(number)
-        what = f"a rank of {peers.name_of(number)} was suspect before: take it out of the job (ttprun drain {number})"
+        how = "at its next start" if number == peers.leader else f"ttprun drain {number}"
+        what = f"a rank of {peers.name_of(number)} was suspect before: take it out of the job ({how})"
         return what if was_before else ""
 
     def _note_not_verified(self, why_not: str) -> None:
