@@ -41,6 +41,7 @@ from ttprun.recovery.job_events import (
     Saved,
     SnapshotTaken,
     StatePersisted,
+    StepDiffers,
     UpgradeAsked,
 )
 from ttprun.recovery.ladder import (
@@ -295,6 +296,8 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
     why_not = str(why_survivors_disagree(job))
     if event.boundary == 0:
         why_not = "ttprun has seen no step of a torch.optim optimizer yet, and saves at these alone"
+    if job.incident is not None and job.incident.kind == StepDiffers.kind and event.boundary != job.stood_at:
+        why_not = f"the others have taken step {job.stood_at} with it"
     if why_not:
         return give_up(job, event.at_s, why_not)
     job = replace(job, persists_at=event.boundary, stood_at=event.boundary)
