@@ -17,16 +17,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.chaos import strikes
 from ttprun.chaos.injected_faults import parse_fault
-from ttprun.groups.inputs import TRUSTED_AFTER, Bucket, BucketInput
+from ttprun.groups.inputs import TRUSTED_AFTER, Bucket, BucketInput, Buckets
 from ttprun.groups.journal import Journal
-from ttprun.introspect import stages
+from ttprun.introspect import host_copies, stages
 from ttprun.introspect.current_rank import current
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, rank_events, to_rank
 from ttprun.rank.verification import Verifier, nan_in
 
 WIDTH = 520  # more than a megabyte of weights
-BEGINS_AT = TRUSTED_AFTER + 3  # DDP orders its buckets in the second step, and reports it after the third
+BEGINS_AT = TRUSTED_AFTER + 1  # DDP orders its buckets in the second step
 STEPS = BEGINS_AT + 2
 
 
@@ -67,22 +67,57 @@ def held_entries() -> list[Any]:
     )
 
 
-def train(rank: int, **options: Any) -> tuple[list[int], float]:
+def train(rank: int, backwards: int = 1, prepare: Any = id, **options: Any) -> tuple[list[int], float]:
     training = Training(rank, **options)
+    prepare(training.model)
     for _ in range(STEPS):
-        training.step()
+        training.step(backwards)
     return training.held, training.digest()
 
 
-def test_from_the_seventh_step_on_the_gradients_are_not_copied_any_more() -> None:
-    for held, _ in run_world(train):
-        assert held == [0] * BEGINS_AT + [2] * 2
+@pytest.mark.parametrize(("leaves_out", "begins_at"), [(False, BEGINS_AT), (True, TRUSTED_AFTER)])
+def test_from_the_seventh_step_on_the_gradients_are_not_copied_any_more(leaves_out: bool, begins_at: int) -> None:
+    """From the fifth one on of a model that may leave out parameters, as transformers' Trainer wraps each model."""
+    for held, _ in run_world(functools.partial(train, find_unused_parameters=leaves_out)):
+        assert held == [0] * begins_at + [2] * (STEPS - begins_at)
 
 
-def test_gradients_of_a_model_that_may_leave_out_parameters_are_not_copied_from_the_fifth_step_on() -> None:
-    """As transformers' Trainer wraps each model."""
-    for held, _ in run_world(functools.partial(train, find_unused_parameters=True)):
-        assert held == [0] * (TRUSTED_AFTER + 1) + [2] * (STEPS - TRUSTED_AFTER - 1)
+def predict(rank: int, is_wrong: bool) -> tuple[list[int], list[bool], list[Any]]:
+    """As on a device: gradients in each bucket that is predicted, whether they are in it; after what fault, and commit."""
+    counts, same, faults, hold = [], [], [], Buckets.hold
+
+    def predict_and_hold(self: Buckets, entry: Any) -> bool:
+        flat = entry.outputs[0]
+        bucket = self._bucket_of(flat) if entry.op == "allreduce" else None
+        if bucket is not None:
+            if is_wrong:
+                bucket._parameters[:] = bucket._parameters[::-1]
+            counts.append(len(bucket._parameters))
+            same.append(bool(is_made := bucket.compared(flat)))
+            entry.input = BucketInput(bucket, flat, bucket.note(flat), flat._version, is_made)
+            self._held.append((entry, entry.input))
+            if is_wrong and not faults:
+                with pytest.raises(NotRepairableError) as refused:
+                    entry.input.put_back([flat])
+                self.end_step()
+                host_copies.take()
+                faults.extend([str(refused.value), bucket.is_refused, hold(self, entry)])
+            return True
+        return hold(self, entry)
+
+    Buckets.hold = predict_and_hold  # type: ignore[method-assign]
+    training = Training(rank)
+    for _ in range(1 if is_wrong else 3):
+        training.step()
+    return counts, same, faults
+
+
+def test_what_ddp_puts_into_its_buckets_is_known_before_each_step_and_a_wrong_prediction_is_seen() -> None:
+    """In the first step all is in one, then in the order in which gradients have come."""
+    refusal = "DDP has reduced others than predicted, whose input is therefore lost"
+
+    assert run_world(predict, False) == [([4, 2, 2, 2, 2], [True] * 5, [])] * 2
+    assert run_world(predict, True) == [([4], [False], [refusal, True, False])] * 2
 
 
 class Leaves(nn.Module):
@@ -270,33 +305,18 @@ def test_a_backward_pass_that_is_broken_off_does_not_disturb_the_next_collective
     assert run_world(break_a_backward_pass_off) == [(1, "")] * 2
 
 
-def train_with_comm_hook(rank: int) -> list[int]:
-    training = Training(rank)
-    training.model.register_comm_hook(None, default_hooks.allreduce_hook)
-    for _ in range(STEPS):
-        training.step()
-    return training.held
-
-
 def halve_gradient(weight: torch.Tensor) -> None:
     assert weight.grad is not None
     weight.grad.mul_(0.5)
 
 
-def train_with_gradient_hooks(rank: int) -> list[int]:
-    training = Training(rank)
-    for weight in training.model.parameters():
+def hook_gradients(model: nn.Module) -> None:
+    for weight in model.parameters():
         weight.register_post_accumulate_grad_hook(halve_gradient)
-    for _ in range(STEPS):
-        training.step()
-    return training.held
 
 
-def train_with_two_backward_passes_a_step(rank: int) -> list[int]:
-    training = Training(rank)
-    for _ in range(STEPS):
-        training.step(backwards=2)
-    return training.held
+def hook_reductions(model: Any) -> None:
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 def begin_with_an_overflow(rank: int) -> list[int]:
@@ -306,44 +326,33 @@ def begin_with_an_overflow(rank: int) -> list[int]:
     return training.held
 
 
-def test_a_step_whose_gradients_are_nan_says_nothing_of_the_buckets() -> None:
-    assert run_world(begin_with_an_overflow) == [[0] * (BEGINS_AT + 1) + [2] * 2] * 2
+def test_a_step_whose_gradients_are_nan_says_of_the_buckets_what_another_does() -> None:
+    assert run_world(begin_with_an_overflow) == [[0] * BEGINS_AT + [2] * 3] * 2
 
 
-def train_with_options(rank: int) -> dict[str, list[int]]:
-    options = ("gradient_as_bucket_view", "static_graph")
-    return {option: train(rank, **{option: True})[0] for option in options}
-
-
-def train_otherwise(rank: int) -> dict[str, list[int]]:
-    ways = (train_with_comm_hook, train_with_gradient_hooks, train_with_two_backward_passes_a_step)
-    return train_with_options(rank) | {way.__name__: way(rank) for way in ways}
+def train_otherwise(rank: int) -> list[list[int]]:
+    options = [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"backwards": 2}]
+    ways: Any = [*options, {"prepare": hook_gradients}, {"prepare": hook_reductions}]
+    return [train(rank, **way)[0] for way in ways]
 
 
 def test_gradients_that_ddp_treats_otherwise_are_copied() -> None:
     for held in run_world(train_otherwise):
-        assert len(held) == 5
-        assert all(of_steps == [0] * STEPS for of_steps in held.values()), held
-
-
-def begin_to_change_gradients(rank: int) -> list[int]:
-    training = Training(rank)
-    for step in range(BEGINS_AT + 3):
-        if step == BEGINS_AT + 1:
-            next(iter(training.model.parameters())).register_post_accumulate_grad_hook(halve_gradient)
-        training.step()
-    return training.held[BEGINS_AT:]
-
-
-def accumulate_later(rank: int) -> list[int]:
-    training = Training(rank)
-    for step in range(BEGINS_AT + 3):
-        training.step(backwards=2 if step == BEGINS_AT + 1 else 1)
-    return training.held[BEGINS_AT:]
+        assert held == [[0] * STEPS] * 5
 
 
 def change_later(rank: int) -> list[list[int]]:
-    return [begin_to_change_gradients(rank), accumulate_later(rank)]
+    """The first bucket's gradients by a hook; or all, in a second backward pass."""
+    found = []
+    for backwards in (1, 2):
+        training = Training(rank)
+        for step in range(BEGINS_AT + 3):
+            is_later = step == BEGINS_AT + 1
+            if is_later and backwards == 1:
+                next(iter(training.model.parameters())).register_post_accumulate_grad_hook(halve_gradient)
+            training.step(backwards if is_later else 1)
+        found.append(training.held[BEGINS_AT:])
+    return found
 
 
 def test_a_hook_or_a_second_reduction_that_comes_later_ends_it_for_its_bucket() -> None:

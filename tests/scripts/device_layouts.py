@@ -1,36 +1,28 @@
-"""A model on an accelerator: DDP, gradients reduced by hand, FSDP2, HSDP; --with names what else a script does there.
+"""A model on an accelerator in each layout, "own": gradients reduced by hand; --with names what else a script does.
 
-On one GPU (--share) NCCL takes the ranks for processes on different machines, and connects them by sockets.
+--backend "": the device's own; --gate: a file that step 12 waits for. On one GPU (--share) NCCL takes the ranks for
+processes on different machines, and connects them by sockets.
 """
 
-import argparse
-import hashlib
 import os
 import time
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--layout", choices=["ddp", "own", "fsdp1", "fsdp2", "hsdp"], default="ddp")
-parser.add_argument("--backend", default="", help="'': the device's own")
-parser.add_argument("--with", dest="more", default="", help="barrier,loss,syncbn,fp16,noise,times,peak,pool,...")
-parser.add_argument("--steps", type=int, default=24)
-parser.add_argument("--width", type=int, default=128)
-parser.add_argument("--blocks", type=int, default=2)
-parser.add_argument("--gate", default="", help="a file that step 12 waits for")
-parser.add_argument("--share", action="store_true", help="all ranks use one GPU")
-args = parser.parse_args()
-more = set(filter(None, args.more.split(",")))
-if args.share:  # NCCL reads them when it makes its first communicator
-    os.environ.update(NCCL_HOSTID=os.environ["RANK"], NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+layouts = ["ddp", "own", "zero1", "tp", "fsdp1", "fsdp2", "hsdp"]
+options = {"layout": layouts, "backend": "", "with": "", "gate": "", "share": False}
+args = arguments(**options, steps=24, width=128, blocks=2)
+more = set(filter(None, getattr(args, "with").split(",")))
+if args.share:  # NCCL reads them when it makes its first communicator
+    os.environ.update(NCCL_HOSTID=os.environ["RANK"], NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 if "noise" not in more:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
@@ -94,7 +86,7 @@ model = Model(args.width).to(device)
 if "syncbn" in more:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
 trained = model
-if args.layout == "ddp":
+if args.layout in ("ddp", "zero1"):
     trained = DistributedDataParallel(model, bucket_cap_mb=0.01 if more & {"powersgd", "halves"} else None)
     if "powersgd" in more:  # each bucket's all-reduce is followed by two more, which its callbacks issue
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
@@ -116,11 +108,20 @@ elif args.layout in ("fsdp2", "hsdp"):
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+elif args.layout == "tp":
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh(device.type, (world,)), plan)
+if args.layout == "zero1":
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+else:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False if args.layout == "tp" else None)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
 scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14, growth_interval=4, enabled="fp16" in more)
 data = TensorDataset(torch.randint(0, 64, (8 * min(args.steps, 500), 17), generator=torch.Generator().manual_seed(1)))
-sampler = DistributedSampler(data, world, rank)
+sampler = DistributedSampler(data, *((1, 0) if args.layout == "tp" else (world, rank)))
 loader = DataLoader(data, batch_size=4, sampler=sampler, pin_memory=device.type != "cpu")
 every = 2 if "accumulation" in more else 1
 
@@ -143,7 +144,8 @@ while done < args.steps:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if args.layout != "tp":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
@@ -176,9 +178,4 @@ state = {
     name: (getattr(value, "to_local" if "peak" in more else "full_tensor", lambda value=value: value)()).cpu()
     for name, value in model.state_dict().items()
 }
-if rank == 0:
-    os.makedirs(args.out, exist_ok=True)
-    torch.save(state, os.path.join(args.out, "final.pt"))
-digest = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in state.values())).hexdigest()
-print(f"[rank {rank}] sha256 model {digest}", flush=True)
-dist.destroy_process_group()
+finish(state.values(), args.out, state)

@@ -16,16 +16,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter, is_, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ttprun.device import accelerator
-from ttprun.groups.inputs import TRUSTED_AFTER, words_of
+from ttprun.groups.inputs import TRUSTED_AFTER, WORDS, refuse_later, words_of
 from ttprun.groups.operations import Input
-from ttprun.introspect import host_copies
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol.reason import Reason
 
@@ -36,7 +34,6 @@ _SAMPLES = 32  # of each shard
 _LOOKS_EVERY = 64  # steps from one whole look at a shard to the next
 _SHARD, _OF_FSDP1 = attrgetter("_sharded_param_data"), attrgetter("flat_param._local_shard")
 _POINTER, _BYTES = methodcaller("data_ptr"), methodcaller("tobytes")
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared as these: NaN equals nothing
 
 Note = bytes | torch.Tensor
 
@@ -61,7 +58,7 @@ class Shards:
             type(shard) is torch.Tensor
             and shard.is_contiguous()
             and shard.device == shards[0].device
-            and shard.element_size() in _WORDS
+            and shard.element_size() in WORDS
             for shard in shards
         )
         self._pointers = list(map(_POINTER, shards))
@@ -109,7 +106,7 @@ class Shards:
 
 def _words_on_device(flat: torch.Tensor, most: int = 0) -> torch.Tensor:
     """[n] Words of a flat tensor, of one size each, in its memory; some `most` of them, or all for 0."""
-    words = flat.view(_WORDS[flat.element_size()])
+    words = flat.view(WORDS[flat.element_size()])
     return words[:: max(1, len(words) // most)] if most else words
 
 
@@ -212,9 +209,4 @@ def _compare_later(pairs: list[tuple[Shards, torch.Tensor, torch.Tensor]]) -> No
     """Refuse shards whose notes differ, once the host reads from the device."""
     there, here = torch.cat([noted for _, noted, _ in pairs]), torch.cat([now for _, _, now in pairs])
     sizes = [len(noted) for _, noted, _ in pairs]
-    host_copies.later([there == here], partial(_refuse, [shards for shards, _, _ in pairs], sizes))
-
-
-def _refuse(owners: list[Shards], sizes: list[int], copies: list[torch.Tensor]) -> None:
-    for shards, same in zip(owners, torch.split(copies[0], sizes), strict=True):
-        shards.is_refused = shards.is_refused or not bool(same.all())
+    refuse_later([shards for shards, _, _ in pairs], there == here, sizes)

@@ -5,18 +5,24 @@ last bucket is done the gradients themselves do not change, so a bucket's input 
 From then on, until the next backward pass, the bucket holds the result: a rank that has it broadcasts it, and
 nothing is issued again. Either way no copy is needed, and copies would be most of what protection costs a step.
 
-The layout of the buckets is in DDP's own log, or follows from the parameters' sizes. It is compared with the
-journal's copies for some steps before it is trusted; other uses of DDP (hooks, views, parameters without a
-gradient) get copies. An input that is computed again is compared with what was noted of it. NaNs are looked for in
-the gradients, during the reduction. Begin with `Buckets.hold`.
+The layout of the buckets is predicted: it follows from the parameters' sizes, in the second step from what rank 0
+announces to DDP's other ranks, and later from DDP's log. It is compared with the first inputs. On the CPU these are
+copied until that was right for some steps. On a device, where copies would take as much memory as all gradients, they
+never are: the host reads what has come of it with what it copies at the next boundary, and copies from then on if the
+prediction was wrong; a fault before that asks for it first. Other uses of DDP (hooks, views, parameters without a
+gradient) get copies. An input that is computed again is compared with what was noted of it. NaNs are looked for in the
+gradients, during the reduction. Begin with `Buckets.hold`.
 """
 
 from __future__ import annotations
 
 import cmath
 import ctypes
+import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -24,15 +30,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.operations import Input, with_tensors_replaced
+from ttprun.introspect import host_copies
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.protocol.reason import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ttprun.groups.operations import Entry
 
 # Smaller buckets are copied: that takes less time than to note their content.
@@ -40,9 +46,8 @@ FROM_BYTES = 256 << 10
 FROM_BYTES_A_GRADIENT = 32 << 10  # on average
 TRUSTED_AFTER = 3  # steps
 SAMPLES = 128
-# Steps for which DDP's log is read; it has the buckets' layout from the third one on.
-_LOOKS = 16
 _WORD_BYTES = 8
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared as these: NaN equals nothing
 _GRADIENT, _HOOKS, _VERSION = map(attrgetter, ("grad", "_post_accumulate_grad_hooks", "_version"))
 Noted = tuple[list[int], bytes | torch.Tensor]
 
@@ -55,12 +60,14 @@ class BucketInput(Input):
     flat      the bucket's tensor: input and result of the operation
     noted     samples of the input, and the gradients' version counters
     version   of the tensor when it was issued; changes when DDP writes the bucket again
+    is_made   on a device: whether it was made of these gradients, if that was predicted
     """
 
     bucket: Bucket
     flat: torch.Tensor
     noted: Noted
     version: int
+    is_made: torch.Tensor | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -73,11 +80,14 @@ class BucketInput(Input):
         return self.bucket.is_last
 
     def put_back(self, own: Sequence[torch.Tensor]) -> None:
-        """Compute it from the gradients again. Raises NotRepairableError if it differs from what was noted."""
-        if not (self.bucket.fill(self.flat) and _are_same(self.bucket.note(self.flat), self.noted)):
-            raise NotRepairableError(
-                Reason("input-lost", "a gradient was changed after its all-reduce, whose input is therefore lost")
-            )
+        """Compute it from the gradients again.
+
+        Raises NotRepairableError if it differs from what was noted, or was made of others than was predicted.
+        """
+        is_made = self.is_made is None or bool(self.is_made)
+        if not (is_made and self.bucket.fill(self.flat) and _are_same(self.bucket.note(self.flat), self.noted)):
+            what = "a gradient was changed after its all-reduce" if is_made else "DDP has reduced others than predicted"
+            raise NotRepairableError(Reason("input-lost", f"{what}, whose input is therefore lost"))
         self.version = self.flat._version
 
     def made_again(self) -> Sequence[torch.Tensor]:
@@ -112,6 +122,7 @@ class Bucket:
     def __init__(self, model: Any, parameters: list[torch.Tensor], world_size: int) -> None:
         self._parameters = parameters
         self._model = weakref.ref(model, lambda _: parameters.clear())  # do not keep them alive
+        self._was_rebuilt = getattr(model, "_has_rebuilt_buckets", None)
         self._factor = 1.0 / world_size
         self.size_bytes = sum(parameter.nbytes for parameter in parameters)
         self.agreed = 0
@@ -125,6 +136,11 @@ class Bucket:
     def is_alive(self) -> bool:
         """Whether its model still exists."""
         return self._model() is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether DDP has formed other buckets since, or forgotten all: its memory may be that of others."""
+        return getattr(self._model(), "_has_rebuilt_buckets", None) is not self._was_rebuilt
 
     @property
     def is_worth_it(self) -> bool:
@@ -170,10 +186,17 @@ class Bucket:
                 torch.mul(gradient, self._factor, out=place)
         return parts is not None
 
-    def is_in(self, flat: torch.Tensor) -> bool:
-        """Whether `flat` has the content that `fill` would write."""
-        parts = self.parts(flat)
-        return parts is not None and all(torch.equal(gradient * self._factor, place) for gradient, place in parts)
+    def compared(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """[] Whether `flat` has the content that `fill` would write, bit for bit; None if that cannot be compared.
+
+        On a device it is there: whoever reads it waits.
+        """
+        parts, words = self.parts(flat), WORDS.get(flat.element_size())
+        if parts is None or words is None:
+            return None
+        with torch.no_grad():  # one gradient after the other, for what the device takes for it
+            same = [((part * self._factor).view(words) == place.view(words)).all() for part, place in parts]
+            return torch.stack(same).all()
 
     def note(self, flat: torch.Tensor) -> Noted:
         """The gradients' version counters, and samples of its tensor `flat`.
@@ -189,7 +212,7 @@ class Bucket:
     def may_be_held(self) -> bool:
         """Whether its input need not be copied, now that it is about to be reduced."""
         model = self._model()
-        if self.is_refused or self.agreed < TRUSTED_AFTER or model is None or not is_plain(model):
+        if model is None or not is_plain(model):
             return False
         # A post-accumulate hook may change a gradient after DDP has copied it.
         return not (any(map(_HOOKS, self._parameters)) or any(map(is_, self.gradients(), repeat(None))))
@@ -201,6 +224,19 @@ def words_of(flat: torch.Tensor, most: int) -> memoryview:
     if not len(words):
         return memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()))
     return memoryview(words).cast("B").cast("Q")[:: max(1, len(words) // most)]
+
+
+def refuse_later(owners: Sequence[Any], same: torch.Tensor, sizes: Sequence[int]) -> None:
+    """Refuse those of `owners` of which not all is the same, once the host reads from the device.
+
+    same   [sum(sizes)]  bool, on a device; so many elements for each
+    """
+    host_copies.later([same], partial(_refuse, owners, sizes))
+
+
+def _refuse(owners: Sequence[Any], sizes: Sequence[int], copies: list[torch.Tensor]) -> None:
+    for owner, same in zip(owners, torch.split(copies[0], list(sizes)), strict=True):
+        owner.is_refused = owner.is_refused or not bool(same.all())
 
 
 def _are_same(here: Noted, there: Noted) -> bool:
@@ -227,27 +263,38 @@ def is_plain(model: Any) -> bool:
     )
 
 
-def _layout_of(model: Any) -> list[list[torch.Tensor]]:
-    """The parameters of each bucket, by DDP's log, or as DDP forms them at first: with unused ones they stay so.
+def _layout_of(model: Any, broadcasts: Sequence[Entry] | None = None) -> list[list[torch.Tensor]]:
+    """The parameters of each bucket, in the order in which DDP reduces them; [] if they are not known (yet).
 
-    [] if they are not known (yet). Not during a backward pass, which locks DDP's log.
+    As DDP forms them at first: all in one, or with unused ones by size; these stay so. Then in the order in which the
+    first gradients have come, which rank 0 announces, and DDP's log has from the third step on.
+
+    broadcasts   of this step; None: by the log, which is locked during a backward pass
     """
+    ddp: Any = dist
     try:
         parameters, are_sparse = model._build_params_for_reducer()
-        if model.find_unused_parameters:
-            ddp: Any = dist
-            limits = [ddp._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap]
+        if model.find_unused_parameters or not (broadcasts is None or model._has_rebuilt_buckets):
+            by_size = [ddp._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap]
+            limits = by_size if model.find_unused_parameters else [sys.maxsize]
             rows, _ = ddp._compute_bucket_assignment_by_size(parameters, limits, are_sparse)
-            return [[parameters[index] for index in row] for row in reversed(rows)]
-        indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
-        return [[parameters[int(word)] for word in words.split()] for words in indices.split(",") if words]
-    except (AttributeError, IndexError, TypeError, ValueError):  # another version of torch
+            rows.reverse()
+        elif broadcasts is None:
+            indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+            rows = [list(map(int, words.split())) for words in indices.split(",") if words]
+        else:  # the parameters' numbers, bucket by bucket, and the number of buckets; then how many are in each
+            sent = [entry.outputs[0] for entry in broadcasts if entry.outputs[0].dtype == torch.int32]
+            at = max(at for at, tensor in enumerate(sent) if tensor.numel() == len(parameters) + 1)
+            numbers = iter(sent[at].tolist())
+            rows = [[next(numbers) for _ in range(size)] for size in sent[at + 1].tolist()]
+        return [[parameters[number] for number in row] for row in rows]
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # another version of torch
         return []
 
 
-def buckets_of(model: Any, world_size: int) -> list[Bucket]:
-    """The buckets; see `_layout_of`."""
-    buckets = [Bucket(model, row, world_size) for row in _layout_of(model)]
+def buckets_of(model: Any, world_size: int, layout: list[list[torch.Tensor]]) -> list[Bucket]:
+    """Those that are worth it, of a layout of the model."""
+    buckets = [Bucket(model, row, world_size) for row in layout]
     for bucket in buckets[:-1]:
         bucket.is_last = False
     return [bucket for bucket in buckets if bucket.is_worth_it]
@@ -261,27 +308,55 @@ class Buckets:
         self._buckets: list[Bucket] = []
         self._held: list[tuple[Entry, BucketInput]] = []  # since the newest boundary
         self._unseen: list[Entry] = []  # not yet searched for NaN
-        self._is_to_look = False  # an input was in no known bucket
-        self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # Whether a model had rebuilt its buckets when their layout was predicted; of these, whose is not known.
+        self._predicted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def hold(self, entry: Entry) -> bool:
         """Note the input of an operation before it is issued; False if it must be copied."""
-        if not self._buckets or entry.op != "allreduce" or len(entry.outputs) != 1:
+        flat = _reduced(entry)
+        bucket = None if flat is None else self._bucket_of(flat)
+        if flat is None or bucket is None or bucket.is_refused:
             return False
-        flat = entry.outputs[0]
-        if flat.layout is not torch.strided:
-            return False
-        # A tensor in the memory of a known bucket is that bucket, reduced by the operation that was compared.
-        bucket = self._find(flat)
-        if bucket is None or not bucket.may_be_held():
-            return False
-        if bucket.is_used:  # a second reduction overwrites the first one's result
-            bucket.is_refused = True
+        is_trusted, may_be_held = bucket.agreed >= TRUSTED_AFTER, bucket.may_be_held()
+        is_made = bucket.compared(flat) if may_be_held and not is_trusted else None
+        is_likely = is_trusted or (is_made is not None and (not flat.is_cpu or bool(is_made)))
+        # A second reduction overwrites the first one's result.
+        bucket.is_refused = bucket.is_used or not (may_be_held and is_likely)
+        if bucket.is_refused:
             return False
         bucket.is_used = True
-        entry.input = given = BucketInput(bucket, flat, bucket.note(flat), flat._version)
+        bucket.agreed += 1
+        if flat.is_cpu and not is_trusted:
+            return False
+        entry.input = given = BucketInput(bucket, flat, bucket.note(flat), flat._version, is_made)
         self._held.append((entry, given))
         return True
+
+    def _bucket_of(self, flat: torch.Tensor) -> Bucket | None:
+        """The bucket whose tensor this is; if that is not known yet, the next one of its size."""
+        bucket = self._find(flat) if self._buckets else None
+        if bucket is None or bucket.is_stale:
+            group: Any = self._group()
+            for model in self._models():
+                if self._predicted.get(model) is not model._has_rebuilt_buckets and is_plain(model):
+                    self._predicted[model] = model._has_rebuilt_buckets
+                    entries = group.session[Journal].of_group(group.group_name)
+                    self._learn(model, _layout_of(model, [entry for entry in entries if entry.op == "broadcast"]))
+            if not self._buckets:
+                return None
+            likely = (bucket for bucket in self._buckets if not bucket.pointer and bucket.size_bytes == flat.nbytes)
+            # Of two models that are alike, the one that has gradients now.
+            bucket = self._find(flat) or next((bucket for bucket in likely if bucket.may_be_held()), None)
+            if bucket is not None and not bucket.pointer:
+                bucket.set_tensor(flat)
+        return bucket
+
+    def _learn(self, model: Any, layout: list[list[torch.Tensor]]) -> None:
+        """This is the layout of the model's buckets."""
+        self._buckets = [bucket for bucket in self._buckets if not bucket.is_stale]
+        self._buckets += buckets_of(model, model.process_group.size(), layout)
+        (self._unknown.discard if layout else self._unknown.add)(model)
 
     def keep_results(self) -> None:
         """The step was left out: copy what the next backward pass overwrites, if the journal has room for it.
@@ -299,27 +374,6 @@ class Buckets:
                 entry.input = replace(given, flat=copy, version=copy._version)
                 given.bucket.is_used = False
         self._held = [(entry, given) for entry, given in self._held if entry.input is given]
-
-    def compare(self, entry: Entry) -> None:
-        """The input of an operation has been copied: find out whether it is a bucket's."""
-        flat = _reduced(entry)
-        if flat is None:
-            return
-        bucket = self._find(flat) if self._buckets else None
-        candidates = [bucket] if bucket is not None else [bucket for bucket in self._buckets if not bucket.pointer]
-        likely = [bucket for bucket in candidates if bucket.size_bytes == flat.nbytes and not bucket.is_refused]
-        self._is_to_look = self._is_to_look or not likely
-        if not likely or bool(flat.isnan().any()):  # nothing equals NaN
-            return
-        match = next((bucket for bucket in likely if bucket.is_in(flat)), None)
-        if match is None:
-            for bucket in likely:
-                bucket.is_refused = True
-            return
-        match.set_tensor(flat)
-        match.is_refused = match.is_used or match.agreed >= TRUSTED_AFTER  # trusted, and yet `hold` has refused it
-        match.is_used = True
-        match.agreed += 1
 
     def look_for_nan(self, entry: Entry) -> None:
         """Note whether the input of an issued operation has a NaN.
@@ -351,22 +405,15 @@ class Buckets:
         for _, given in self._held:
             if not given.is_kept:
                 given.bucket.is_refused = True
+            if given.is_made is not None:
+                accelerator.use_here(given.is_made)
+                refuse_later([given.bucket], given.is_made.reshape(1), [1])
         self._held.clear()
         self._unseen.clear()
         for bucket in self._buckets:
             bucket.is_used = False
-        if self._is_to_look:
-            self._is_to_look = False
-            for model in self._models():
-                if self._looks.get(model, 0) < _LOOKS:
-                    self._look_at(model)
-
-    def _look_at(self, model: Any) -> None:
-        if not (is_plain(model) and (model._has_rebuilt_buckets or model.find_unused_parameters)):
-            return
-        buckets = buckets_of(model, model.process_group.size())
-        self._buckets = [bucket for bucket in self._buckets if bucket.is_alive] + buckets
-        self._looks[model] = _LOOKS if buckets else self._looks.get(model, 0) + 1
+        for model in list(self._unknown):
+            self._learn(model, _layout_of(model))
 
     def _find(self, flat: torch.Tensor) -> Bucket | None:
         pointer, size_bytes = flat.data_ptr(), flat.nbytes

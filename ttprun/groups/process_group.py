@@ -314,8 +314,6 @@ class ManagedGroup(SeenByTorch):
                 session.give_up_protection(journal.why_full)
                 return False
             entry.input = NotHeld((), entry.input.is_borrowed)
-            return True
-        self.buckets.compare(entry)
         return True
 
     def end_step(self) -> None:
