@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from ttprun.agent.lead.lead import Wire
+from ttprun.agent.lead.rows import Wire
 from ttprun.protocol import node_messages as nodes
 from ttprun.protocol.codec import decode, encode
 

@@ -16,7 +16,7 @@ from ttprun.agent.base.peers import Peers
 from ttprun.agent.base.spare_pool import Listener, SparePool
 from ttprun.agent.between import rendezvous
 from ttprun.agent.between.agent import Agent
-from ttprun.agent.lead.lead import Row
+from ttprun.agent.lead.rows import Row
 from ttprun.agent.node.node import Process
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory

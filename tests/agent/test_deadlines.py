@@ -12,7 +12,7 @@ import pytest
 
 from tests.agent.nodes import node_of, part
 from ttprun import recovery
-from ttprun.agent.lead.conduct import Coordinator, Deadlines
+from ttprun.agent.lead.coordinator import Coordinator, Deadlines
 from ttprun.protocol import patience
 from ttprun.protocol.from_rank import RankProtected
 from ttprun.protocol.process_orders import Action

@@ -24,7 +24,7 @@ from ttprun.agent.base.ground import FirstFailure
 from ttprun.agent.base.life_signs import state_of
 from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.hang_detector import HangDetector
-from ttprun.agent.lead.lead import Row
+from ttprun.agent.lead.rows import Row
 from ttprun.agent.node import node as process_module
 from ttprun.agent.node.node_agent import NodeEyes
 from ttprun.agent.node.rank_processes import RankHandler
@@ -32,8 +32,8 @@ from ttprun.protocol.board import ROW_FIELDS, Board, Field
 from ttprun.protocol.from_rank import Broken, RankProtected
 from ttprun.protocol.rank_events import RankStarted
 from ttprun.recovery import Settings, new_job
+from ttprun.recovery.hang_observations import Doing, Observation
 from ttprun.recovery.hangs import Hung, Way
-from ttprun.recovery.observations import Doing, Observation
 
 PERIOD_S = 0.02
 LIMIT_S = 60.0  # against one that hangs

@@ -13,7 +13,7 @@ from ttprun import recovery
 from ttprun.agent.base.ground import Failure
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.launcher.group import Group
-from ttprun.agent.lead.conduct import Leader
+from ttprun.agent.lead.coordinator import Leader
 from ttprun.protocol import meeting, node_messages
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.from_rank import RankFrozen

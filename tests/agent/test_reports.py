@@ -20,9 +20,9 @@ from ttprun.agent.base.peers import Peers
 from ttprun.agent.between.agent import Follower
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.incidents import Protection, grouped
-from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.repairs import Replays
 from ttprun.agent.lead.reports import _ROWS, Reports
+from ttprun.agent.lead.rows import Lead, Row, Wire
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_topology

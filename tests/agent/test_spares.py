@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.lead.lead import Wire
 from ttprun.agent.lead.membership import Discovery, Placement
+from ttprun.agent.lead.rows import Wire
 from ttprun.errors import ConfigError
 from ttprun.protocol import node_messages, process_orders
 from ttprun.protocol.process_orders import SpawnRank

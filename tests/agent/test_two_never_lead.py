@@ -13,7 +13,7 @@ from ttprun import recovery
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.base.spare_pool import SparePool
 from ttprun.agent.between.succession import Done, Succession
-from ttprun.agent.lead.conduct import Leader
+from ttprun.agent.lead.coordinator import Leader
 from ttprun.protocol import meeting
 
 LINK: Any = SimpleNamespace(close=lambda: None)

@@ -19,7 +19,7 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tests.options import OPTIONS
-from ttprun.groups import PATCHES, departure, generations, script_calls
+from ttprun.groups import PATCHES, departure, generations, group_making
 from ttprun.groups.agreement import Agreed
 from ttprun.groups.connection import GIVEN_UP, Exchange, GenerationOverError, GivenUpError
 from ttprun.groups.journal import EndedError, Journal
@@ -130,7 +130,7 @@ class Groups:
         self._is_ending = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="ttprun-watching", daemon=True)
         self._working = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
-        script_calls.register()
+        group_making.register()
         replace(row for row in PATCHES if row.where != "imported" and row.attribute != "destroy_process_group")
         begin(member)
         leave_in_children()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.rank.worlds import FakeAgent, run_world
 from ttprun.device import accelerator
 from ttprun.device.device_errors import DEBUG_NOTE
-from ttprun.groups import script_calls
+from ttprun.groups import group_making
 from ttprun.groups.journal import Journal
 from ttprun.introspect.current_rank import current
 from ttprun.protocol import from_rank
@@ -116,7 +116,7 @@ def synchronize(rank: int) -> Any:
     journal.unfinished = lambda: under_way
     journal.wait = lambda entry: waited.append(entry.outputs[0].device.type)
     seen: list[list[str]] = []
-    script_calls.wrap_synchronize(lambda: seen.append([*waited]))()
+    group_making.wrap_synchronize(lambda: seen.append([*waited]))()
     return seen
 
 
@@ -131,7 +131,7 @@ def begin_to_debug(rank: int) -> str:
     assert session is not None
     session.generation = 0  # the job's first; later ones have nothing new to say
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    script_calls._chosen = lambda backend, device_id: ({"cpu": "gloo", "cuda": "nccl"}, "")
+    group_making._chosen = lambda backend, device_id: ({"cpu": "gloo", "cuda": "nccl"}, "")
     with contextlib.suppress(Exception), tempfile.TemporaryDirectory() as folder:  # there is no NCCL here
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     return "said"

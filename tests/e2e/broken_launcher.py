@@ -9,7 +9,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.launcher import supervisor
-from ttprun.agent.lead.conduct import Coordinator
+from ttprun.agent.lead.coordinator import Coordinator
 from ttprun.cli.main import program
 from ttprun.protocol.process_orders import Action
 

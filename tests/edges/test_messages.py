@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ttprun.agent.lead.conduct import ACTIONS, Coordinator
+from ttprun.agent.lead.coordinator import ACTIONS, Coordinator
 from ttprun.agent.lead.reports import _ROWS
 from ttprun.agent.node.node_agent import ORDERS, NodeAgent
 from ttprun.protocol import from_rank, node_messages, standby_messages

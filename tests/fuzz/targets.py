@@ -31,7 +31,7 @@ from ttprun.agent.base.stored_states import open_checkpoint
 from ttprun.agent.between.agent import Follower
 from ttprun.agent.between.rendezvous import KNOWN as OF_NODES
 from ttprun.agent.launcher.control_socket import ControlSocket, _Client
-from ttprun.agent.lead.conduct import Leader
+from ttprun.agent.lead.coordinator import Leader
 from ttprun.capture.records.packing import MalformedRecordError
 from ttprun.capture.records.recorder import HEADER_BYTES, Recorder, records_up_to
 from ttprun.capture.values import pack
@@ -45,7 +45,7 @@ from ttprun.protocol import channel, meeting, node_messages
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, decode, encode
 from ttprun.protocol.control_requests import Accepted
-from ttprun.recovery.membership_policy import parse_hosts
+from ttprun.recovery.elastic_policy import parse_hosts
 from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, inspect, verify
 from ttprun.state.files import InvalidCheckpointError
 

@@ -16,7 +16,7 @@ from tests import simulated_npu
 from tests.device.test_gpus import unprotected
 from tests.rank.worlds import run_world
 from ttprun.device import accelerator
-from ttprun.groups import device_link, script_calls
+from ttprun.groups import device_link, group_making
 from ttprun.introspect.current_rank import current
 from ttprun.protocol.reason import Reason
 
@@ -148,7 +148,7 @@ def test_whatever_a_devices_module_lacks_its_backend_is_left_to_torch(
     module = SimpleNamespace(**{known: None for known in accelerator.NEEDED if known != name})
     monkeypatch.setattr(torch, "npu", module, raising=False)
 
-    why_not = script_calls._why_not({"npu": "hccl"})
+    why_not = group_making._why_not({"npu": "hccl"})
 
     assert why_not.text == f"torch.npu has no {name}, without which nothing on such a device is repaired"
 
@@ -174,4 +174,4 @@ def test_a_graph_of_an_npu_ends_protection_after_the_first_step_or_with_a_collec
     found = run_world(capture_on_an_npu, f"{tmp_path}/store", simulated_npu.on_path(), is_begun=False)
 
     collective = "the script captures allreduce in a graph of the device, which cannot be repeated"
-    assert found == [["", collective, script_calls.REASON.text]] * 2
+    assert found == [["", collective, group_making.REASON.text]] * 2

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import run_world
-from ttprun.groups import journal, links, process_group, script_calls
+from ttprun.groups import group_making, journal, links, process_group
 from ttprun.introspect.current_rank import Rank, current
 from ttprun.rank.step import record, step_hooks
 
@@ -58,7 +58,7 @@ BREAKS = {
     "making a group in one rank": (process_group.ManagedGroup, "__init__", "one"),
     "connecting a group": (links.Links, "connect", "all"),
     "connecting a group in one rank": (links.Links, "connect", "one"),
-    "asking what is managed": (script_calls, "_chosen", "all"),
+    "asking what is managed": (group_making, "_chosen", "all"),
     "issuing a collective": (process_group.ManagedGroup, "issue", "all"),
     "issuing a collective in one rank": (process_group.ManagedGroup, "issue", "one"),
     "noting a collective in one rank": (process_group, "Entry", "one"),

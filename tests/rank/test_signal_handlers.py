@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.test_fail_open import free_port
 from tests.rank.worlds import run_world
-from ttprun.groups import journal, process_group, script_calls
+from ttprun.groups import group_making, journal, process_group
 from ttprun.introspect import signal_handlers
 from ttprun.introspect.current_rank import Rank, current
 from ttprun.rank.step import commit_barrier, record, step_hooks
@@ -76,7 +76,7 @@ def trains(rank: int, port: int, begin: Callable[[str], None] = lambda at: None)
 
 SECTIONS = {
     # where the signal comes: (what holds the function, its name, the call of the script's in which it surfaces)
-    "before a process group is connected": (script_calls, "_connect", "init"),
+    "before a process group is connected": (group_making, "_connect", "init"),
     "issuing a collective": (process_group.ManagedGroup, "issue", ""),
     "noting a collective": (process_group, "Entry", ""),
     "copying a collective's input": (process_group.ManagedGroup, "_keep", ""),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ttprun.recovery.hang_observations import Doing, Observation
 from ttprun.recovery.hangs import HangVerdict, HangWatch, Hung, Stalled, Straggler, Way
-from ttprun.recovery.observations import Doing, Observation
 
 EVERY_S = 0.25
 ABSENT = [

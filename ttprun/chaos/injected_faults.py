@@ -2,7 +2,8 @@
 
 The same form is used by `--fault`, by `faults:` in a configuration or a drill, and between agent and ranks. Standard
 library only, since it is imported inside ranks. Read KINDS first, then `parse_fault`; `strikes` expands schedules. A
-new kind: a row of KINDS here, what it does in `damage.py` or `broken.py`, what it comes to in `trial/kills.py`.
+new kind: a row of KINDS here, its moments and keys in the tables below it, what it does in `damage.py` or `broken.py`
+(what the agent does itself: `injections.py`), what it comes to in `trial/kills.py`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
     from ttprun.agent.between.agent import Agent
-    from ttprun.agent.lead.lead import Row
+    from ttprun.agent.lead.rows import Row
     from ttprun.agent.node.node import Process
     from ttprun.agent.node.standbys import Standbys
 from ttprun.chaos.injected_faults import PlannedStrike, strikes

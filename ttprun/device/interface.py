@@ -78,7 +78,7 @@ class Health:
 class MemoryFigures:
     """Memory of the device, in bytes.
 
-    free   available to any process
+    free_bytes   available to any process
     """
 
     free_bytes: int

@@ -31,28 +31,28 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _C10D,
         "init_process_group",
-        "groups.script_calls:wrap_init_process_group",
+        "groups.group_making:wrap_init_process_group",
         "to give the script a process group whose connection can be replaced",
         "always",
     ),
     Patch(
         _C10D,
         "new_group",
-        "groups.script_calls:wrap_new_group",
+        "groups.group_making:wrap_new_group",
         "to make the connections of these groups replaceable, too",
         "always",
     ),
     Patch(
         _C10D,
         "destroy_process_group",
-        "groups.script_calls:wrap_destroy_process_group",
+        "groups.group_making:wrap_destroy_process_group",
         "to stop tracking a group that the script destroys",
         "always",
     ),
     Patch(
         _C10D,
         "split_group",
-        "groups.script_calls:wrap_split_group",
+        "groups.group_making:wrap_split_group",
         "to make managed groups of the parts, whose connections can be replaced too",
         "always",
     ),
@@ -82,14 +82,14 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _C10D,
         "batch_isend_irecv",
-        "groups.script_calls:wrap_batch_isend_irecv",
+        "groups.group_making:wrap_batch_isend_irecv",
         "over a device's backend, to start the batch together, as torch does for groups of its own only",
     ),
     *(
         Patch(
             module,
             f"{graph}.capture_begin",
-            "groups.script_calls:wrap_capture_begin",
+            "groups.group_making:wrap_capture_begin",
             "to know of graphs, which run without Python: after the first step no rank is replaced from then on",
             where,
         )
@@ -99,7 +99,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             module,
             "synchronize",
-            "groups.script_calls:wrap_synchronize",
+            "groups.group_making:wrap_synchronize",
             "to wait for the collectives before it: one that a fault has ended is issued again first",
             where,
         )
@@ -108,14 +108,14 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed._symmetric_memory",
         "rendezvous",
-        "groups.script_calls:wrap_rendezvous",
+        "groups.group_making:wrap_rendezvous",
         "to know that the script's kernels reach into other ranks' memory: no rank is replaced from then on",
         "imported",
     ),
     Patch(
         "torch.nn.parallel.distributed",
         "DistributedDataParallel._get_ddp_logging_data",
-        "groups.script_calls:wrap_ddp_logging_data",
+        "groups.group_making:wrap_ddp_logging_data",
         "to name the script's backend there, not our own",
         "always",
     ),

@@ -147,7 +147,7 @@ class Replayed:
     """The threads that a replay has started, of a process whose replay is over.
 
     boundary   they were started before it
-    answer     whether an operation of such a thread is answered: as `Life.answer`
+    answer     whether an operation of such a thread is answered: as `Mode.answer`
     """
 
     boundary = 0

@@ -6,7 +6,7 @@ sender, or its replacement, leaves these out. The replacement's are compared wit
 does not repeat the lost rank. A replacement that receives gets everything again, from the copies in the sender's
 journal.
 
-Read `operation` first.
+Read `operation` first: all_reduce and the like enter a group there.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def point_to_point(op: str) -> Callable[..., Any]:
 # Messages.
 
 _NUMBERS = {op: OPERATION_NAMES.index(op) for op in ("send", "recv")}
-_MISSED_BY_NONE = 0  # as `Member.meet` counts ranks: a message is between two of them
+_MISSED_BY_NONE = 0  # as `Rank.meet` counts ranks: a message is between two of them
 
 
 def issue_message(session: Rank, group: Any, op: str, args: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""How a run stands: written by the agent to `status.json`, read by `ttprun status` and by anybody's scripts.
+"""How a run stands: the form of `status.json`, which `agent/launcher/status_publisher.py` writes and anybody may read.
 
 The JSON is the dataclasses below, field for field. It is stable: fields are added, never renamed or removed. Times in
 `*_s` are seconds; `*_at` are ISO 8601 in UTC; null means "not known" or "did not happen". Begin with `RunStatus`.

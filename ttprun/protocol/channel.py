@@ -32,8 +32,8 @@ KNOWN = {kind.__name__: kind for kind in get_args(Sent)}
 class Channel:
     """One end of the channel. `send` may be called from any thread; one thread reads.
 
-    known   classes of the messages that may come, by name
-    waits   `send` blocks until the message is sent; False: what cannot be sent at once is kept until `flush`
+    message_types   classes of the messages that may come, by name
+    waits           `send` blocks until the message is sent; False: what cannot be sent at once is kept until `flush`
     """
 
     def __init__(self, sock: socket.socket, message_types: Mapping[str, type] = KNOWN) -> None:

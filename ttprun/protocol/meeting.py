@@ -4,8 +4,8 @@ This file and `node_messages.py` have what they send each other: one class per m
 JSON each (`codec.py`).
 
 One agent leads: the state machine runs there. Every other agent is a *follower*: it reports what happens to the ranks
-of its node, and carries out the leader's orders for them. In `agent/between`, `peers.py` has the connections,
-`conduct.py` and `agent.py` handle the messages.
+of its node, and carries out the leader's orders for them. `agent/base/peers.py` has the connections,
+`agent/lead/coordinator.py` and `agent/between/agent.py` handle the messages.
 
 What crosses nodes: the messages of ranks and to ranks (`line`, as in `channel.py`); the rows of the board; starts and
 exits of processes. What does not: records, stacks, standbys, logs. Words and units are as in `from_rank.py`.

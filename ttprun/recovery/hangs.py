@@ -10,7 +10,7 @@ and one that works `busy_limit_s`. A stopped process is a suspect even if no ran
 If all ranks are in a collective and nothing moves, the connection is the suspect (`Stalled`), or the script, if they
 are in different ones.
 
-Read `HangWatch.look` first, then `observations.py`.
+Read `HangWatch.look` first, then `hang_observations.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ttprun.recovery.observations import (
+from ttprun.recovery.hang_observations import (
     IN_COLLECTIVE,
     LEAST_LIMIT_S,
     PAUSE_LIMIT_S,

@@ -3,8 +3,9 @@
 Then what the leader finds out or is asked.
 
 A new kind of real fault: the text of a device's error is a row of `device/device_errors.py`, and nothing else. What is
-found by the agent is an event here, its rows in `machine.py`, its answer in `on_loss.py`, and who finds it in
-`agent/lead`; what a rank or a node reports, also a message of `protocol`, which `agent/lead/reports.py` takes.
+found by the agent is an event here, its rows in `machine.py`, its answer in `on_loss.py` (also in `LossEvent`) or
+`on_hang.py`, and who finds it in `agent/lead`; what a rank or a node reports, also a message of `protocol`, which
+`agent/lead/reports.py` takes.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ too, so that the script can act on it.
 
 If nodes join or leave, the state is saved, and the group starts again on the nodes that are there. Until all ranks have
 ended, the job can continue as it is: if the state cannot be saved, or a rank is lost meanwhile, the nodes stay.
-`membership_policy.py` decides which nodes there are. Begin with `on_resize_asked` and `on_checkpoint_asked`.
+`elastic_policy.py` decides which nodes there are. Begin with `on_resize_asked` and `on_checkpoint_asked`.
 """
 
 from __future__ import annotations

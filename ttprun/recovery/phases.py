@@ -57,7 +57,7 @@ class NoteUnusable(Action, frozen=True):
 class Persist(Action, frozen=True):
     """Write a checkpoint of the boundary at which all survivors are quiesced; the answer is StatePersisted.
 
-    ranks     survivors; each writes a part of what they all hold. None: what shared memory keeps of it is written
+    ranks     survivors; each writes a part of what they all hold. (): what shared memory keeps of it is written
     cause     for the checkpoint's manifest
     is_own    without ranks: what the rank that is alone keeps of itself is written, and no snapshot
     """

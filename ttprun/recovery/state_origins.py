@@ -1,4 +1,8 @@
-"""Where ranks get their state from: the one decision behind all ways to recover. Pure. Begin with `plan`.
+"""Where ranks get their state from. Pure. Begin with `from_others` and `plan`.
+
+Of a lost rank's replacement `from_others` says it, which `repair.py` and `ladder.py` ask; of all ranks that go back, or
+of one that is alone, `plan`. A new place is a `Place` here, a `StateSource` in `observe/status.py`, and is opened by
+`agent/lead/repairs.py`.
 
 A rank gets it from another rank that holds the same, from the mirror that it keeps of what it alone holds, from memory
 that outlives the processes (a snapshot; of a rank that is alone, its own newest state), from a checkpoint, or it begins

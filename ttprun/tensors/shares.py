@@ -341,7 +341,7 @@ class SnapshotPart:
     buffers   for each place where a snapshot can be kept, the paths for this rank's records and for its share
     every     steps between two; 0: at the first boundary after a request
     turns     boundaries at which this rank alone keeps all that it holds, as its step is verified
-    owners    of parameters that differ between ranks, see `checkpoint_shards.Differing`; set by the agent
+    owners    of parameters that differ between ranks, see `Differing`; set by the agent
     verified_at   boundary of the newest snapshot from which another process takes this rank's step again
     """
 

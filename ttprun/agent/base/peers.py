@@ -1,7 +1,7 @@
 """The agents of the other nodes, for as long as a group of ranks lives: one TCP connection each, to the leader alone.
 
-The agent of the group's first node leads: the state machine runs there, and its slots are those of all ranks. Every
-other agent is a follower (`agent.py`); `conduct.py` is the other end. A job on one node has no peers. What crosses
+One agent leads, at first that of the first node: the state machine runs there, with a row of each rank. Every
+other agent is a follower (`agent.py`); `coordinator.py` is the other end. A job on one node has no peers. What crosses
 nodes is in `ttprun.protocol.meeting` and `node_messages`. Begin with `Peers.watch`.
 """
 

@@ -41,8 +41,8 @@ Came = Callable[[Channel, meeting.Hello], None]
 class Listener:
     """A listener that lets in who knows the token; who is silent holds up nobody.
 
-    where    that is, for those who may come
-    known    classes of the messages that agents send, by name
+    where            that is, for those who may come
+    message_types    classes of the messages that agents send, by name
     """
 
     def __init__(self, address: str, message_types: Mapping[str, type], page: str = "", seen: str = "") -> None:

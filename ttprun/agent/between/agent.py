@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ttprun import recovery
 from ttprun.agent.base.ground import Failure, FirstFailure, Verdict
 from ttprun.agent.base.peers import Peers
-from ttprun.agent.lead.lead import Carrier, Lead, Row
+from ttprun.agent.lead.rows import Carrier, Lead, Row
 from ttprun.agent.node.node import Node, Process
 from ttprun.capture.position import disk_cache
 from ttprun.config import Config

@@ -30,7 +30,7 @@ from ttprun import recovery
 from ttprun.agent.between.agent import Agent, Follower
 from ttprun.agent.between.rendezvous import KNOWN
 from ttprun.agent.lead.comparisons import Comparisons
-from ttprun.agent.lead.conduct import Leader
+from ttprun.agent.lead.coordinator import Leader
 from ttprun.agent.node.node import Process
 from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.protocol import meeting, node_messages, process_orders

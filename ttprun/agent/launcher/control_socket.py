@@ -23,7 +23,7 @@ from typing import assert_never, get_args
 from ttprun import recovery
 from ttprun.agent.base.loop import unwatch
 from ttprun.agent.between.agent import Agent
-from ttprun.agent.lead.conduct import Leader
+from ttprun.agent.lead.coordinator import Leader
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.agent.lead.writer import CheckpointWriter

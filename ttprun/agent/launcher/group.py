@@ -18,15 +18,15 @@ from ttprun.agent.launcher.control_socket import Requests
 from ttprun.agent.launcher.status_publisher import OfGroup, StatusPublisher
 from ttprun.agent.lead.checkpoints import Checkpoints, SnapshotBuffer
 from ttprun.agent.lead.comparisons import Comparisons
-from ttprun.agent.lead.conduct import Coordinator, Deadlines, Leader
+from ttprun.agent.lead.coordinator import Coordinator, Deadlines, Leader
 from ttprun.agent.lead.frameworks import Frameworks
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents, Protection
-from ttprun.agent.lead.lead import Wire
 from ttprun.agent.lead.membership import Elasticity, NodeMembership, Placement
 from ttprun.agent.lead.repairs import Repairs, Replays, Rewinds
 from ttprun.agent.lead.reports import Reports
 from ttprun.agent.lead.resume import Resumption
+from ttprun.agent.lead.rows import Wire
 from ttprun.agent.lead.schedules import QuiesceSchedule, SnapshotTimes
 from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.agent.lead.writer import CheckpointWriter

@@ -41,7 +41,7 @@ from ttprun.errors import ConfigError
 from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.membership_policy import Membership
+from ttprun.recovery.elastic_policy import Membership
 from ttprun.state.store import CheckpointStore
 
 ADDRESS = "127.0.0.1"

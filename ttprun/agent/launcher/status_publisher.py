@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ttprun.agent.between.agent import Agent
 from ttprun.agent.lead.incidents import Incidents
-from ttprun.agent.lead.lead import Row
+from ttprun.agent.lead.rows import Row
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.node import Process
 from ttprun.agent.node.standbys import Standbys

@@ -2,7 +2,7 @@
 
 It waits on one selector: exits (`life_signs.py`, and pidfds), messages of ranks (`reports.py`), the control socket, and
 deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are carried out by
-`conduct.py`. A part that protection does not need fails by itself (`loop.py`); if anything else breaks, the
+`coordinator.py`. A part that protection does not need fails by itself (`loop.py`); if anything else breaks, the
 supervisor begins anew, and if that does not help the job goes on as under torchrun. Begin with `Supervisor._loop`.
 """
 

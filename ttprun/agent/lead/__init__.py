@@ -1,1 +1,1 @@
-"""What is decided, once a job: what the machine's orders come to, and what is published of the run."""
+"""What is decided, once a job: what the machine's orders come to."""

@@ -18,8 +18,8 @@ from ttprun import recovery
 from ttprun.agent.base import stored_states
 from ttprun.agent.base.stored_states import NO_RECORD, Stored, rank_file
 from ttprun.agent.lead.comparisons import Comparisons
-from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.resume import replicas_of
+from ttprun.agent.lead.rows import Lead, Row, Wire
 from ttprun.agent.lead.writer import CheckpointWriter, Written, differences_of
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import node_messages, to_rank

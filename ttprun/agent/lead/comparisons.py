@@ -17,7 +17,7 @@ from msgspec import structs
 
 from ttprun import recovery
 from ttprun.agent.lead.incidents import Incidents
-from ttprun.agent.lead.lead import Lead, Row, Wire
+from ttprun.agent.lead.rows import Lead, Row, Wire
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.lead.topology_report import topology_of
 from ttprun.errors import in_short

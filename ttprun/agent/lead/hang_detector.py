@@ -17,15 +17,15 @@ from dataclasses import asdict
 from ttprun import recovery
 from ttprun.agent.base import life_signs, stack_dumps
 from ttprun.agent.base.ground import Failure
-from ttprun.agent.lead.lead import Lead, Row
 from ttprun.agent.lead.repairs import Repairs
+from ttprun.agent.lead.rows import Lead, Row
 from ttprun.device.device_errors import DeviceFault
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import RankStack, groups_of
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 from ttprun.protocol.from_rank import Broken
+from ttprun.recovery.hang_observations import Doing, Observation
 from ttprun.recovery.hangs import HangVerdict, HangWatch, Hung, Stalled, Straggler, Way
-from ttprun.recovery.observations import Doing, Observation
 
 logger = logging.getLogger("ttprun")
 

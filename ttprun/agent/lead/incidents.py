@@ -17,7 +17,7 @@ from dataclasses import asdict, fields, replace
 from msgspec import structs
 
 from ttprun import recovery
-from ttprun.agent.lead.lead import Lead, Row
+from ttprun.agent.lead.rows import Lead, Row
 from ttprun.observe.status import IncidentStatus, ResumeStatus
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field

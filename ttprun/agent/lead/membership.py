@@ -1,7 +1,7 @@
 """Which nodes the group has: who may join, who leaves, and who gets the slots of a lost one.
 
 With `--elastic` a command of the user's may name the hosts (`Discovery`), and what should be is decided by
-`recovery.membership_policy`; when it differs from what there is, all ranks save their state at a boundary, and the
+`recovery.elastic_policy`; when it differs from what there is, all ranks save their state at a boundary, and the
 group starts again on the other nodes (`NodeMembership.look`). The slots of a lost node are given to a launcher that
 waits (`spare_pool.py`): its ranks need what the lost ones have recorded, of which the node after the lost one has
 copies (`Placement.start`).
@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 
 from ttprun import recovery
 from ttprun.agent.base.ground import Verdict
-from ttprun.agent.lead.lead import Lead, Wire
 from ttprun.agent.lead.resume import Resumption
+from ttprun.agent.lead.rows import Lead, Wire
 from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.errors import ConfigError, one_line
 from ttprun.protocol import meeting, node_messages, process_orders
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.rank_events import SpawnFailed, StopAsked
-from ttprun.recovery.membership_policy import Membership, MembershipPlan, NodesObserved, parse_hosts
+from ttprun.recovery.elastic_policy import Membership, MembershipPlan, NodesObserved, parse_hosts
 from ttprun.state.files import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")

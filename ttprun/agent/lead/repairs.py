@@ -23,8 +23,8 @@ from ttprun import recovery
 from ttprun.agent.base.stored_states import UNUSABLE, Stored
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
-from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.resume import Resumption
+from ttprun.agent.lead.rows import Lead, Row, Wire
 from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.groups.agreement import Agreed, Operation, expected_of
 from ttprun.protocol import from_rank, mindio, process_orders, to_rank
@@ -144,7 +144,7 @@ class Alignments:
         self._under_way: dict[tuple[int, int], set[int]] = {}  # (boundary, source) -> ranks that have not taken them
 
     def begin(self, sources: dict[int, int]) -> None:
-        """All resume; `sources` is what `plan` has found."""
+        """All resume; `sources` is what `plan_alignment` has found."""
         self._sources, self._under_way = sources, {}
 
     def ask(self, rank: int, message: from_rank.Unaligned) -> None:
@@ -261,7 +261,7 @@ class Replays(Repairs):
     def _whose_gradients(
         self, action: to_rank.Resume, journals: Mapping[int, dict[str, GroupJournal]], given: Collection[Operation]
     ) -> dict[int, int]:
-        """See `alignments.plan`. A collective step is taken with the other ranks, after the boundary."""
+        """See `plan_alignment`. A collective step is taken with the other ranks, after the boundary."""
         job = self._node.job
         if job.replicas.has_collective_steps or job.settings.are_replicas_declared:
             return {}

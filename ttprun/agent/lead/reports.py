@@ -16,8 +16,8 @@ from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents, Protection
-from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.repairs import Repairs
+from ttprun.agent.lead.rows import Lead, Row, Wire
 from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, mindio, node_messages

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.lead.lead import Lead, Row
+from ttprun.agent.lead.rows import Lead, Row
 from ttprun.protocol import mindio
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.mindio import SchedulerAsked

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from ttprun import recovery
-from ttprun.agent.lead.lead import Lead
+from ttprun.agent.lead.rows import Lead
 from ttprun.protocol.board import LEADER, Field
 from ttprun.state.cost_limits import best_interval_s
 

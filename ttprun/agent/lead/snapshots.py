@@ -16,7 +16,7 @@ from ttprun import recovery
 from ttprun.agent.base import stored_states
 from ttprun.agent.lead.checkpoints import Checkpoints, SnapshotBuffer
 from ttprun.agent.lead.comparisons import Comparisons
-from ttprun.agent.lead.lead import Lead, Row
+from ttprun.agent.lead.rows import Lead, Row
 from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.errors import counted
 from ttprun.protocol import to_rank

@@ -20,8 +20,8 @@ from typing import Any
 import msgpack
 
 from ttprun.agent.base.stored_states import STATE_FILE, rank_file
-from ttprun.agent.lead.lead import Lead
 from ttprun.agent.lead.resume import ENDED_NAME, Resumption
+from ttprun.agent.lead.rows import Lead
 from ttprun.errors import ConfigError
 from ttprun.observe.console import ProgressLog
 from ttprun.observe.events import timestamp

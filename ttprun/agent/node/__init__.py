@@ -1,1 +1,1 @@
-"""What each machine does: its processes, standbys, memory and records, and the thread that decides."""
+"""What each machine does: its processes, standbys, memory and records."""

@@ -6,7 +6,7 @@ counted on that node; the agent that leads says which of them keep mirrors, and 
 
 With `--buddy node` half of it is for copies: a rank keeps the mirror of the rank before it in the ring of records
 (`ttprun.rank.step.copies`). When that rank's node is lost, this agent serves the copy to the agent of the node
-that takes its slots. Begin with `Mirrors.share_out`, `Mirrors.keep` and `Mirrors.source_of`.
+that takes its slots. Begin with `Mirrors.keep` and `Mirrors.source_of`.
 """
 
 from __future__ import annotations

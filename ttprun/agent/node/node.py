@@ -1,7 +1,7 @@
 """A node and its processes: each the place of one rank, whichever operating system's process is that rank now.
 
 Its recorder outlives the process, so that a replacement can read what the lost rank has left. What is decided of the
-rank, and knows no process, has a row of it (`lead.py`).
+rank, and knows no process, has a row of it (`rows.py`).
 """
 
 from __future__ import annotations

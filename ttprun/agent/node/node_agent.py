@@ -416,7 +416,7 @@ class Target:
 
     @classmethod
     def of(cls, node: Node, slot: Process) -> Target:
-        """That of a rank slot."""
+        """That of a rank's process."""
         writer = stack_dumps.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
         return cls(slot.rank, slot.pid, writer, slot.main_thread, node.board_row(slot.rank))
 
@@ -437,7 +437,7 @@ class Target:
 
 
 class NodeEyes:
-    """What of this node is seen without a message, by what is decided in the same agent (`lead.py`)."""
+    """What of this node is seen without a message, by what is decided in the same agent (`rows.py`)."""
 
     def __init__(self, node: Node, memory: Memory) -> None:
         self._node = node

@@ -1,7 +1,7 @@
 """Watching the processes of ranks: what they send, the first sign of their end, and the end itself.
 
 Everything that is seen is reported to the agent that leads, but for what concerns this node alone.
-Begin with `ProcessWatch.welcome`.
+Begin with `ProcessWatch.welcome` (a process begins) and `_on_exit` (it ends).
 
 Ranks that use torch while no hook of ours has spoken in them are not protected. One whose Python has loaded our
 `sitecustomize` mostly reports that by itself (rank/bootstrap/unhooked.py). From outside are found: a Python that has

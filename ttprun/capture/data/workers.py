@@ -200,7 +200,7 @@ def note_batch(session: Rank, loader: str, batch: Any) -> None:
     """Note a batch that a DataLoader returns; a replacement compares it with the lost rank's.
 
     loader   by which it is distinguished from other DataLoaders, the same in every rank
-    batch    a list, tuple or dict is noted by its items, all else as one; see `Training.note`
+    batch    a list, tuple or dict is noted by its items, all else as one; see `Observers.note`
 
     Raises MismatchError.
     """

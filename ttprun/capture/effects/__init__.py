@@ -1,6 +1,6 @@
 """What the script does to the outside: files, output, and what it takes from there (time, entropy).
 
-Imports nothing but the standard library and xxhash: `listen` is called before the script starts.
+Imports neither torch nor numpy: `listen` is called before the script starts.
 """
 
 from __future__ import annotations

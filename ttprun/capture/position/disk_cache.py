@@ -27,7 +27,7 @@ from typing import Any
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIGEST_BYTES = hashlib.sha256().digest_size
-Places = list[tuple[Any, ...]]  # of the loops: see loop_sites.Extent
+Places = list[tuple[Any, ...]]  # of the loops: see loops.Extent
 
 
 class KeptCode:

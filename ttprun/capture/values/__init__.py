@@ -1,9 +1,10 @@
 """The values in a script's variables: recorded at a boundary, and restored in a replacement.
 
 snapshot.py walks over the variables, restore.py writes them back, records/nodes.py is the form between the two;
-kinds.py is the table of how each kind of value is treated, and the other files treat one kind each. trees.py compares
-records. The rule of all: a value that is neither restored, nor reproduced by the replay and compared, is refused with
-the variable's name.
+kinds.py is the table of how each kind of value is treated, and most other files treat one kind each. What has not
+changed needs no copy: kept.py (by names), changes.py (how it is seen), large.py (tensors and arrays), data_trees.py and
+long_items.py (datasets, long lists). trees.py compares records. The rule of all: a value that is neither restored, nor
+reproduced by the replay and compared, is refused with the variable's name.
 """
 
 from ttprun.capture.records.packing import CannotRestoreError, pack, unpack_named

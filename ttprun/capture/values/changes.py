@@ -1,4 +1,4 @@
-"""Changes: results computed from an object at an earlier boundary are valid while it is unchanged.
+"""Whether containers and objects are as they were at an earlier boundary. What need not be walked then: `kept.py`.
 
 A `Piece` is some values and all below them; a table of kinds says how each is looked at. A dictionary has a version
 from torch (CPython's own up to 3.11, a watcher's later); if that has changed, the items are compared, and so are those

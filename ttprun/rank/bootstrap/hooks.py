@@ -19,7 +19,7 @@ from ttprun.capture.position import made_inside
 from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.recorder import Recorder
 from ttprun.chaos import step_digests, strikes
-from ttprun.groups import script_calls
+from ttprun.groups import group_making
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
@@ -52,7 +52,7 @@ _JOURNAL_LIMIT_MIB = 4096  # unless the user says otherwise, and until a device 
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process; with --mindio what process groups need, and little else."""
     options, why_not = presence.welcome.options, ""
-    script_calls.register()
+    group_making.register()
     if options.mindio:
         installing.leave_us_alone()
         missing = patch_table.apply_for_frameworks()

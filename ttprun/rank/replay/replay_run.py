@@ -211,7 +211,7 @@ class ReplayRun(Replay, Mode):
 
     @property
     def step(self) -> int:
-        """As in Life."""
+        """As in Mode."""
         return self.newest_step if self.has_arrived or self.jumps.loops_used else 0
 
     def answer(self, entry: Entry) -> bool:
@@ -237,7 +237,7 @@ class ReplayRun(Replay, Mode):
         return True
 
     def _answer_late(self, entry: Entry) -> bool:
-        """Answer an operation of a thread that this replay, which is over, has started; as in Life."""
+        """Answer an operation of a thread that this replay, which is over, has started; as in Mode."""
         expected = self.session.expected
         inputs = entry.own_inputs
         was_issued = self._answers.answer(ISSUED + entry.place, inputs, math.inf, True)

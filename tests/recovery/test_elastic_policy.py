@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttprun.recovery.membership_policy import (
+from ttprun.recovery.elastic_policy import (
     COOLDOWN_S,
     MOST_COOLDOWN_S,
     REFUSED_S,

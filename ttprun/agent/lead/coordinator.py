@@ -1,9 +1,9 @@
-"""What the agents of all nodes report: events of the state machine, and the orders with which it answers.
+"""Takes what all nodes report (`Leader.report`), asks the state machine, and carries out its actions (`ACTIONS`).
 
-A rank of another node has a slot here like any other; orders for it go to the follower of its node. What this node's
-own ranks do is reported in the same way: see `Leader.report`.
+A rank of another node has a row here like any other; orders for it go to the follower of its node. What this node's own
+ranks do is reported in the same way.
 
-The coordinator owns the state machine of the whole job. What concerns one node's ranks goes to that node (`lead.py`).
+The coordinator owns the state machine of the whole job. What concerns one node's ranks goes to that node (`rows.py`).
 The deadlines of a recovery's phases are for ranks that do nothing more: while all that are waited for still work, a
 deadline comes up to ten times as late, and later on a busy machine. Only a job that a user or scheduler ends has no
 more time than was asked for. Begin with `ACTIONS`, `Coordinator.advance` and `Deadlines.pass_time`.
@@ -28,10 +28,10 @@ from ttprun.agent.base.loop import CannotDecideError
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents
-from ttprun.agent.lead.lead import Lead, Row, Wire
 from ttprun.agent.lead.membership import NodeMembership, Placement
 from ttprun.agent.lead.repairs import Repairs, Rewinds
 from ttprun.agent.lead.reports import Reports
+from ttprun.agent.lead.rows import Lead, Row, Wire
 from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.chaos.injected_faults import parse_fault
 from ttprun.protocol import meeting, node_messages, process_orders, to_rank
