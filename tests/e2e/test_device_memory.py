@@ -92,7 +92,7 @@ LIMIT = ["--journal-limit-mib", "32"]
     ("layout", "ranks", "blocks", "options", "faults", "most"),
     [
         ("hsdp", 4, 16, LIMIT, [], 1.02),  # a step reduces 64 MB of gradients to 32 MB of shards, which two ranks share
-        ("hsdp", 4, 16, LIMIT, KILLS, 0),
+        ("hsdp", 4, 16, LIMIT, [KILLS[0], "kill:rank=2,step=15,phase=collective"], 0),
         ("fsdp2", 2, 16, LIMIT, [], 1.02),  # 64 MB of weights; a step gathers and reduces 190 MB
         ("fsdp1", 2, 16, [], [], 1.02),
         ("fsdp1", 4, 16, [], KILLS, 0),  # which divides twice
