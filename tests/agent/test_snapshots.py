@@ -41,7 +41,7 @@ class FakeCheckpoints:
     """Takes snapshots to write, and is done with each when it is ordered so."""
 
     def __init__(self) -> None:
-        self.is_busy = False
+        self.is_busy, self.why_never = False, ""
         self.written: list[int] = []
         self._done: list[Callable[[], None]] = []
 
@@ -82,7 +82,7 @@ class FakeNode:
         self.config = SimpleNamespace(
             verified_every=0, verifies_before=False, replay_timeout_s=600.0, commit_timeout_s=30.0, rungs=["rewind"]
         )
-        self.peers = SimpleNamespace(is_follower=False)
+        self.peers = SimpleNamespace(is_follower=False, ranks_per_node=1)
         self.ordered: list[Any] = []
         self.job: Any = SimpleNamespace(
             phase=recovery.JobPhase.RUNNING,
@@ -479,9 +479,15 @@ def warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="ttprun")
 
 
-def verified(monkeypatch: pytest.MonkeyPatch, is_proved: bool = True, rungs: tuple[str, ...] = ("rewind",)) -> Job:
+def verified(
+    monkeypatch: pytest.MonkeyPatch,
+    is_proved: bool = True,
+    rungs: tuple[str, ...] = ("rewind",),
+    why_no_source: str = "",
+) -> Job:
     """A job with a step of rank 1 that is verified, after its first snapshot; it is of boundary 20."""
     one = Job("never", monkeypatch)
+    monkeypatch.setattr(recovery, "why_not_replaceable", lambda job, ranks, has_mirrors: Reason(text=why_no_source))
     one.node.config.verified_every, one.node.config.rungs = 20, rungs
     one.times = SnapshotTimes(one.node)  # type: ignore[arg-type]
     one.snapshots._times, one.snapshots._is_proved = one.times, is_proved
@@ -530,12 +536,22 @@ def test_of_a_rank_that_may_have_been_replaced_in_its_step_nothing_is_awaited(mo
     assert one.events("step_verified") == []
 
 
-@pytest.mark.parametrize(("rungs", "late_s"), [(("rewind",), 0.0), ((), 31.0)], ids=["one node", "several nodes"])
-def test_a_step_that_is_not_taken_again_in_time_is_named_once_and_the_next_one_is_tried(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rungs: tuple[str, ...], late_s: float
+@pytest.mark.parametrize(
+    ("rungs", "late_s", "why_not"),
+    [
+        (("rewind",), 0.0, "the script has failed"),
+        ((), 31.0, "it takes longer than 30 s"),  # on several nodes
+        ((), 0.0, "the shards of rank 1 would be lost with it"),
+    ],
+)
+def test_a_step_that_cannot_be_taken_again_or_not_in_time_is_named_once_and_the_next_one_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rungs: tuple[str, ...],
+    late_s: float,
+    why_not: str,
 ) -> None:
-    one = verified(monkeypatch, rungs=rungs)
-    why_not = "it takes longer than 30 s" if late_s else "the script has failed"
+    one = verified(monkeypatch, rungs=rungs, why_no_source="" if rungs or late_s else why_not)
 
     one.now_s += late_s  # its rank may have gone on, and there is no way back
     one.take_report(1, step_of("b", "" if late_s else why_not, number=1))

@@ -94,19 +94,19 @@ def test_a_rank_that_is_killed_on_either_node_is_replaced_there_and_no_step_is_l
     assert f"incident {leader.incidents[0]['id']}" in leader.output
 
 
-@pytest.mark.parametrize(("finding", "more"), [("equal", ["--sharded", "yes"]), ("suspect", [])])
+@pytest.mark.parametrize(("finding", "ranks", "more"), [("equal", 2, ["--sharded", "yes"]), ("suspect", 1, [])])
 def test_a_bit_that_is_flipped_on_the_second_node_is_found_before_it_is_used_and_else_nothing_is_said(
-    start: StartNodes, undisturbed: Undisturbed, tmp_path: Path, finding: str, more: list[str]
+    start: StartNodes, undisturbed: Undisturbed, tmp_path: Path, finding: str, ranks: int, more: list[str]
 ) -> None:
     options = ["--verify-steps", "1/6,before", "--save-dir", str(tmp_path / "save"), "--keep-steps", "1"]
     faults = [f"flip-gradient:rank=1,step={at},phase=backward,seed=5" for at in (18, 30) if finding == "suspect"]
-    launches = start(GATED, 1, options, faults=faults, script_args=["--gate", str(tmp_path / "gate"), *more])
+    launches = start(GATED, ranks, options, faults=faults, script_args=["--gate", str(tmp_path / "gate"), *more])
     for launch in launches:
         launch.wait_for_standby("ready")
     (tmp_path / "gate").touch()
 
     leader, runs = finished(launches)
-    assert_same_weights(runs, undisturbed(GATED, 2, more))
+    assert_same_weights(runs, undisturbed(GATED, 2 * ranks, more))
     verified = {event["step"]: event["finding"] for event in leader.events if event["event"] == "step_verified"}
     assert verified | {6: "equal"} == {at: finding if at in (18, 30) else "equal" for at in range(6, 37, 6)}
     named = "rank 1 is suspect: it has computed the gradient of net.0.weight"

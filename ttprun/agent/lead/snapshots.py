@@ -206,6 +206,11 @@ class Snapshots:
             logger.warning("step %d of rank %d, taken again: %s: %s", step, rank, finding, what)
         self._verified = None
 
+    def _why_no_way_back(self, rank: int) -> str:
+        """On several nodes: why the others could not save what all go back to, if this rank were suspect."""
+        has_writer = self._node.peers.ranks_per_node > 1  # on its node, for what it alone holds
+        return self._checkpoints.why_never or str(recovery.why_not_replaceable(self._node.job, (rank,), has_writer))
+
     def _note_node(self, rank: int) -> str:
         """A rank is suspect, on several nodes: what to do if one of its node was before."""
         peers, number = self._node.peers, self._node.peers.node_of(rank)
@@ -245,8 +250,9 @@ class Snapshots:
             if self._verified is not None:
                 self._note_not_verified("it takes longer than up to the next one")
             self._begin_verification(slot.rank, message.boundary, message.took_s)
-            if message.share is None:
-                self._note_not_verified(message.why_not)
+            why_not = message.why_not if message.share is None else self._why_no_way_back(slot.rank)
+            if why_not:
+                self._note_not_verified(why_not)
             return
         if message.number != self._number or not self._is_pending:
             return
