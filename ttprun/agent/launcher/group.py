@@ -122,7 +122,7 @@ class Group:
             standbys=run.standbys,
             standby_watch=run.standby_watch,
             watch=self.watch,
-            take_again=self.again.carry_out,
+            again=self.again,
             replace_handler=new.replace_handler,
             tell=self.report,
             stored_of=node.stored_of,

@@ -1,7 +1,4 @@
-"""The agent of this node for its own ranks: it carries out orders, and reports what happens, whichever agent leads.
-
-Begin with `ORDERS` and `NodeAgent.report`.
-"""
+"""Carries out orders on this node's ranks, and reports what happens. Begin with `ORDERS` and `NodeAgent.report`."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ from ttprun.agent.node.process_watch import ProcessWatch
 from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, command_of, kill_session
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
 from ttprun.agent.node.state_copies import Memory, why_not_alike
+from ttprun.agent.node.step_again import Again
 from ttprun.chaos.injections import Injections
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RankStack, StackReport, replace_file
@@ -59,7 +57,7 @@ ORDERS: dict[type[node_messages.Order], str] = {
     node_messages.GiveRecords: "_give_records",
     node_messages.Strike: "injections.strike_here",
     node_messages.Recovered: "_recover",
-    node_messages.TakeAgain: "take_again",
+    node_messages.TakeAgain: "again.carry_out",
 }
 
 
@@ -81,7 +79,7 @@ class NodeAgent:
     standbys: Standbys
     standby_watch: StandbyWatch
     watch: ProcessWatch
-    take_again: Callable[[node_messages.TakeAgain], None]
+    again: Again
     replace_handler: ReplaceHandler
     tell: Callable[[node_messages.Report], None]
     stored_of: Callable[[int], Stored | None]
