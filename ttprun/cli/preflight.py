@@ -135,7 +135,7 @@ def misfits(torchrun: Namespace, config: Config) -> Iterator[tuple[bool, str, st
     is_spread = is_verified and most > 1
     late = f"{what} on several nodes compares a step before it is used: there is no snapshot to go back to"
     yield is_spread and not config.verifies_before, late, f"add ',before': 1/{config.verified_every},before"
-    shared = f"{what} on several nodes needs a directory that all share: from there all go back to a suspect step"
+    shared = f"{what} on several nodes needs a directory that all share: if a rank is suspect, all resume there"
     yield is_spread and config.save_dir is None, shared, "name it (--save-dir)"
     for name, is_asked in ((what, is_verified), ("--standby-context", config.standby_context)):
         yield is_asked and not config.standbys, f"{name} needs a standby", "start it with --standbys 1"

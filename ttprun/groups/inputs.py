@@ -46,6 +46,7 @@ FROM_BYTES = 256 << 10
 FROM_BYTES_A_GRADIENT = 32 << 10  # on average
 TRUSTED_AFTER = 3  # steps
 SAMPLES = 128
+_LOOKS = 16  # boundaries at which DDP's log is read for a layout that was not announced
 _WORD_BYTES = 8
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared as these: NaN equals nothing
 _GRADIENT, _HOOKS, _VERSION = map(attrgetter, ("grad", "_post_accumulate_grad_hooks", "_version"))
@@ -308,9 +309,9 @@ class Buckets:
         self._buckets: list[Bucket] = []
         self._held: list[tuple[Entry, BucketInput]] = []  # since the newest boundary
         self._unseen: list[Entry] = []  # not yet searched for NaN
-        # Whether a model had rebuilt its buckets when their layout was predicted; of these, whose is not known.
+        # Whether a model had rebuilt its buckets when their layout was predicted; how often its log is still read.
         self._predicted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def hold(self, entry: Entry) -> bool:
         """Note the input of an operation before it is issued; False if it must be copied."""
@@ -340,7 +341,7 @@ class Buckets:
             group: Any = self._group()
             for model in self._models():
                 if self._predicted.get(model) is not model._has_rebuilt_buckets and is_plain(model):
-                    self._predicted[model] = model._has_rebuilt_buckets
+                    self._predicted[model], self._looks[model] = model._has_rebuilt_buckets, _LOOKS
                     entries = group.session[Journal].of_group(group.group_name)
                     self._learn(model, _layout_of(model, [entry for entry in entries if entry.op == "broadcast"]))
             if not self._buckets:
@@ -356,7 +357,8 @@ class Buckets:
         """This is the layout of the model's buckets."""
         self._buckets = [bucket for bucket in self._buckets if not bucket.is_stale]
         self._buckets += buckets_of(model, model.process_group.size(), layout)
-        (self._unknown.discard if layout else self._unknown.add)(model)
+        if layout:
+            self._looks[model] = 0
 
     def keep_results(self) -> None:
         """The step was left out: copy what the next backward pass overwrites, if the journal has room for it.
@@ -412,7 +414,8 @@ class Buckets:
         self._unseen.clear()
         for bucket in self._buckets:
             bucket.is_used = False
-        for model in list(self._unknown):
+        for model in [model for model, looks in self._looks.items() if looks]:
+            self._looks[model] -= 1
             self._learn(model, _layout_of(model))
 
     def _find(self, flat: torch.Tensor) -> Bucket | None:
