@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -200,6 +201,20 @@ def test_whenever_a_rank_is_killed_all_that_is_left_is_whole_and_its_newest_step
                 page.set(0, cell, 0)
             rank = Rank(make, 1, paths, page, alone)
     rank.session[Mirror].end()
+
+
+def test_one_slow_copy_and_the_export_of_records_do_not_make_own_state_too_dear_to_keep_after_each_step(
+    monkeypatch: pytest.MonkeyPatch, paths: list[str]
+) -> None:
+    cpu_s = iter([0.0, 0.0, 0.0, 0.0008, *(0.0,) * 200])  # two copies are not measured; the next begins, and has ended
+    now_s = itertools.count(1.0, 0.001)  # a step takes next to no time
+    clock = SimpleNamespace(thread_time=lambda: next(cpu_s), monotonic=lambda: next(now_s))
+    monkeypatch.setattr(own_state, "time", clock)
+    rank = Rank(OPTIMIZERS["no state"], 1, paths, alone=True)
+
+    rank.step(8)
+
+    assert max(unpack_slot(rank.board.get(0, cell)).boundary for cell in own_state.CELLS) == 8
 
 
 def test_weights_that_the_script_changes_between_its_steps_are_those_that_the_step_begins_with(

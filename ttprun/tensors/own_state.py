@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ttprun.introspect.current_rank import Rank
 
 CHEAP_S = 0.0005  # up to this, it is done after each step
+_UNSURE = 10  # times as much, while too few have been measured: one may have been slow by chance
 SHARE = 0.01  # of the time that it may take otherwise
 CELLS = (Field.OWN_STATE, Field.OWN_STATE + 1)
 _LOOKED_AT = 4  # measurements
@@ -50,6 +51,7 @@ class OwnState:
         self._are_records_kept = False
         self._at_s = 0.0
         self._took_s: deque[float] = deque(maxlen=_LOOKED_AT)
+        self._records_s = 0.0  # exporting the records, too, took so long
         self._not_measured = 0  # copies: the first one in each place makes the layout and allocates the memory
         self._layout: Layout | None = None
         self._has_reported = False
@@ -74,8 +76,9 @@ class OwnState:
             host.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
 
     def _is_due(self) -> bool:
-        cost_s = self.cost_s
-        return cost_s <= CHEAP_S or time.monotonic() - self._at_s >= cost_s / SHARE
+        cost_s, is_known = self.cost_s, len(self._took_s) == _LOOKED_AT
+        is_cheap = cost_s <= (CHEAP_S if is_known else _UNSURE * CHEAP_S)
+        return is_cheap or time.monotonic() - self._at_s >= (cost_s + self._records_s) / SHARE
 
     @property
     def cost_s(self) -> float:
@@ -122,5 +125,4 @@ class OwnState:
         records = msgpack.packb(self._recorder.export(self._kept))
         self._records[self._place].fill(len(records), [memoryview(records)])
         self._are_records_kept = True
-        if self._took_s:
-            self._took_s[-1] += time.thread_time() - began_s
+        self._records_s = time.thread_time() - began_s
