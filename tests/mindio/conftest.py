@@ -9,8 +9,8 @@ import pytest
 from tests.rank.fakes import FakeChannel, become, make_session
 from ttprun.groups.journal import Journal
 from ttprun.introspect.current_rank import Rank
+from ttprun.mindio.framework import Framework
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.rank.framework.framework import Framework
 
 
 @pytest.fixture

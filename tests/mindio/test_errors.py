@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttprun.device.device_errors import UpdateTimes
-from ttprun.rank.framework.handlers import ErrorTable, ReportState
+from ttprun.mindio.handlers import ErrorTable, ReportState
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from mindio_ttp import controller_ttp, framework_ttp
 
 from tests.rank.fakes import become
 from ttprun.introspect.current_rank import Rank
+from ttprun.mindio import handlers as codes
 from ttprun.protocol import mindio
-from ttprun.rank.framework import handlers as codes
 
 FRAMEWORK = {
     "tft_init_controller": "(rank, world_size, enable_local_copy, enable_arf=False, enable_zit=False)",

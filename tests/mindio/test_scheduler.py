@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.lead.schedulers import Scheduler
 from ttprun.config import Config
+from ttprun.mindio.schedulers import Scheduler
 from ttprun.protocol import mindio
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mindio import SchedulerAsked

@@ -21,9 +21,9 @@ from ttprun.groups.collectives import OPERATION_NUMBERS
 from ttprun.groups.connection import Exchange
 from ttprun.groups.process_group import ManagedGroup
 from ttprun.introspect.current_rank import Rank
+from ttprun.mindio.framework import Framework
+from ttprun.mindio.handlers import CallbackFailedError, Size
 from ttprun.protocol.board import Field
-from ttprun.rank.framework.framework import Framework
-from ttprun.rank.framework.handlers import CallbackFailedError, Size
 
 SMALLER = Size(ranks=(0, 1), data_parallel=(0,), params='{"scale-in-strategy": "DP"}')
 WHOLE_AGAIN = Size(params='{"scale-out-strategy": "DP"}')

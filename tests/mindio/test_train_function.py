@@ -30,13 +30,13 @@ from tests.device.fake_npu import FakeNpu
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.fail_open import NotRepairableError
+from ttprun.mindio import handlers
+from ttprun.mindio.callback_recovery import CallbackRecovery
+from ttprun.mindio.framework import Framework, MainThread
+from ttprun.mindio.handlers import CallbackFailedError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap.hooks import wrap_process_group_name
-from ttprun.rank.framework import handlers
-from ttprun.rank.framework.callback_recovery import CallbackRecovery
-from ttprun.rank.framework.framework import Framework, MainThread
-from ttprun.rank.framework.handlers import CallbackFailedError
 
 
 def recover(session: Rank, step: int, meanwhile: Callable[[], None] = lambda: None) -> None:

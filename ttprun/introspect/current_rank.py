@@ -207,7 +207,7 @@ class Rank:
     expected      the collectives that a replacement must issue: `Expected` in rank/proof.py
     keeper        of its steps, to be taken again: `Keeper` in rank/replay/kept_steps.py
     proof         the comparison with the lost rank's step, while a replacement is in that: `Proof` in rank/proof.py
-    framework     the script's, if it recovers by callbacks (--mindio): rank/framework/framework.py
+    framework     the script's, if it recovers by callbacks (--mindio): mindio/framework.py
     updates       when this run of the script last stepped an optimizer
     costs         what we take of a step
     row           this rank's fields on the board

@@ -1,7 +1,15 @@
-"""MindIO's interface, for frameworks that were written for it: `path/` holds a package `mindio_ttp` of our own.
+"""Recovery of a framework that owns its train function, by its own callbacks (MindIO's interface, `--mindio`).
 
-It is a thin face of `ttprun.rank.framework`. `path/` gets onto the ranks' PYTHONPATH with `--mindio` only, as its last
-entry, and only if there is no package of that name: ours would not be MindIO's, nor work beside it.
+The phases and the agent's orders are the same as without it, but nothing of the script is recorded or replayed. A
+survivor's main thread leaves its collective by an error, which the decorator of the train function catches; a
+replacement runs the script up to that function. Each phase then calls a handler: the framework's own, or our default.
+A companion: without `--mindio` nothing of it is imported.
+
+Files: `agent_side` (the machine's orders) and `schedulers` in the agent; in a rank `handlers` (the interface's values,
+callbacks and their defaults), `framework` (the main thread's side), `callback_recovery` (the recovery thread's side).
+`path/` holds a package `mindio_ttp` of our own, a thin face of these. With `--mindio` it gets onto the ranks'
+PYTHONPATH, as the last entry, and only if there is no package of that name: ours would not be MindIO's, nor work beside
+it. Read `callback_recovery.CallbackRecovery` first. Here: that path, and MindIO's environment variables.
 """
 
 from __future__ import annotations

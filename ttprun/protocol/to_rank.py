@@ -1,6 +1,6 @@
 """What the agent sends to a rank: one class per message.
 
-A rank handles them in `rank/replay/order_thread.py`, with --mindio in `rank/framework/callback_recovery.py`, and
+A rank handles them in `rank/replay/order_thread.py`, with --mindio in `mindio/callback_recovery.py`, and
 before it has imported torch in `rank/bootstrap/presence.py`. Two more come from other ranks, and are forwarded
 unchanged: `from_rank.Put` and `from_rank.RankUnprotected`. Words and units are as in `from_rank.py`; messages
 only for a framework with callbacks are in `mindio.py`.

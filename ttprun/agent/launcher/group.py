@@ -19,7 +19,6 @@ from ttprun.agent.launcher.status_publisher import OfGroup, StatusPublisher
 from ttprun.agent.lead.checkpoints import Checkpoints, SnapshotBuffer
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.coordinator import Coordinator, Deadlines, Leader
-from ttprun.agent.lead.frameworks import Frameworks
 from ttprun.agent.lead.hang_detector import HangDetector
 from ttprun.agent.lead.incidents import Incidents, Protection
 from ttprun.agent.lead.membership import Elasticity, NodeMembership, Placement
@@ -133,9 +132,13 @@ class Group:
         self.checkpoints = Checkpoints(node, wire, run.checkpoint_writer, self.comparisons)
         buffers = [SnapshotBuffer(*place) for place in self.memory.snapshots]
         self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints, buffers, self.again.note_suspect)
-        self.repairs: Repairs = (
-            Frameworks(node) if node.config.mindio else Replays(node, wire, self.comparisons, self.checkpoints)
-        )
+        self.repairs: Repairs
+        if node.config.mindio:
+            from ttprun.mindio.agent_side import Frameworks  # a companion, which may be missing otherwise
+
+            self.repairs = Frameworks(node)
+        else:
+            self.repairs = Replays(node, wire, self.comparisons, self.checkpoints)
         self.hang_detector = HangDetector(node, self.repairs)
         self.deadlines = Deadlines(node, self.hang_detector)
         self.reports = reports = Reports(

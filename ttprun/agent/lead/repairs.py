@@ -3,7 +3,7 @@
 By default a replacement runs the script in replay up to the boundary that the survivors hold, and gets their weights
 there (`Replays`); if something was equal to rounding alone, it is planned whose gradients count (`plan_alignment`; the
 ranks' part, and why: ttprun/rank/proof.py). With `--mindio` the ranks answer by callbacks of their framework
-(`frameworks.py`). Where no survivor can give the state, ranks go back to what was stored of them: a snapshot, a
+(`ttprun/mindio`). Where no survivor can give the state, ranks go back to what was stored of them: a snapshot, a
 checkpoint, or what one that is alone keeps of itself (`Rewinds`).
 """
 

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from msgspec.structs import replace
 
@@ -85,15 +85,8 @@ _ROWS: dict[type[Message], Handling] = {
     from_rank.FaultStruck: Handling("injections.struck", "fault injection"),
     from_rank.FaultFailed: Handling("injections.failed", "fault injection"),
     # A framework with callbacks of its own.
+    **dict.fromkeys(get_args(mindio.Report), Handling("repairs.take")),
     mindio.Prepared: Handling("_on_prepared"),
-    mindio.ReplicasDeclared: Handling("repairs.take"),
-    mindio.DataParallelDeclared: Handling("repairs.take"),
-    mindio.ElasticDeclared: Handling("repairs.take"),
-    mindio.SchedulerRegistered: Handling("repairs.take"),
-    mindio.SchedulerAsked: Handling("repairs.take"),
-    mindio.Paused: Handling("repairs.take"),
-    mindio.SavedByFramework: Handling("repairs.take"),
-    mindio.Renamed: Handling("repairs.take"),
     Refused: Handling("_on_refused"),
 }
 

@@ -112,8 +112,8 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
 
 def _begin_framework(presence: Presence, session: Rank, order: object) -> None:
     """With --mindio, where the framework owns the train function; what other ranks never need is imported here."""
-    from ttprun.rank.framework.callback_recovery import CallbackRecovery
-    from ttprun.rank.framework.framework import Framework
+    from ttprun.mindio.callback_recovery import CallbackRecovery
+    from ttprun.mindio.framework import Framework
 
     boundary, reboot_type = (order.boundary, order.reboot_type) if isinstance(order, mindio.Prepare) else (None, "arf")
     session.framework = framework = Framework(session, boundary, reboot_type)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 
-from ttprun.rank.framework.framework import has_framework, this_rank
-from ttprun.rank.framework.handlers import check_port, check_rank
+from ttprun.mindio.framework import has_framework, this_rank
+from ttprun.mindio.handlers import check_port, check_rank
 
 OUTSIDE_OF_THE_JOB = -1
 

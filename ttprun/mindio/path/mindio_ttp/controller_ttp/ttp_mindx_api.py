@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ttprun.rank.framework import framework
-from ttprun.rank.framework.handlers import RET_ERROR
+from ttprun.mindio import framework
+from ttprun.mindio.handlers import RET_ERROR
 
 
 def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:

@@ -1,7 +1,7 @@
 """What a framework calls in every rank."""
 
+from ttprun.mindio.handlers import Action, OptimizerType, PauseType, ReportState
 from ttprun.protocol.mindio import RepairType
-from ttprun.rank.framework.handlers import Action, OptimizerType, PauseType, ReportState
 
 from ..controller_ttp.ttp_controller import (
     tft_destroy_controller,

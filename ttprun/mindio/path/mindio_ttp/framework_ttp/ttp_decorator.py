@@ -1,4 +1,4 @@
-"""The functions that a framework calls in every rank, as MindIO names them; what they do is `ttprun.rank.framework`."""
+"""The functions that a framework calls in every rank, as MindIO names them; what they do is `ttprun.mindio`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
 
 from ttprun.mindio import uses_shift
+from ttprun.mindio.framework import this_rank
+from ttprun.mindio.handlers import MOST_RANKS, ReportState, check_port, check_rank, value_of
 from ttprun.protocol import mindio
-from ttprun.rank.framework.framework import this_rank
-from ttprun.rank.framework.handlers import MOST_RANKS, ReportState, check_port, check_rank, value_of
 
 FRAMEWORKS = ("MindSpeed", "MindSpeed-LLM")
 _export_version = ""

@@ -23,11 +23,8 @@ from ttprun.groups.operations import Entry
 from ttprun.groups.work import ManagedWork, Refused
 from ttprun.introspect import stages
 from ttprun.introspect.current_rank import JOINING, Rank, current
-from ttprun.protocol import from_rank, mindio
-from ttprun.protocol.board import FINISHED, Field, Phase
-from ttprun.protocol.patience import Patience
-from ttprun.rank.framework import handlers
-from ttprun.rank.framework.handlers import (
+from ttprun.mindio import handlers
+from ttprun.mindio.handlers import (
     ARF_FINISH,
     FORCE_STOP,
     RET_ERROR,
@@ -40,6 +37,9 @@ from ttprun.rank.framework.handlers import (
     Pauses,
     ReportState,
 )
+from ttprun.protocol import from_rank, mindio
+from ttprun.protocol.board import FINISHED, Field, Phase
+from ttprun.protocol.patience import Patience
 from ttprun.rank.replay.order_thread import JoinsTraining
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.commit_barrier import commit

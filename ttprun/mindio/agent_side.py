@@ -14,7 +14,7 @@ from typing import Any, Literal, assert_never
 from ttprun import recovery
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.rows import Lead, Row
-from ttprun.agent.lead.schedulers import Scheduler
+from ttprun.mindio.schedulers import Scheduler
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.mindio import RepairType

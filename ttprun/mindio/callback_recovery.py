@@ -32,15 +32,15 @@ from ttprun.groups.process_group import groups_of
 from ttprun.introspect import stages
 from ttprun.introspect.current_rank import Rank
 from ttprun.introspect.fail_open import NotRepairableError
+from ttprun.mindio import framework, handlers
+from ttprun.mindio.framework import Framework, MainThread
+from ttprun.mindio.handlers import FORCE_STOP, RET_NO_REBUILD, SAVE, ReportState, Size
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
 from ttprun.protocol.reason import Reason
-from ttprun.rank.framework import framework, handlers
-from ttprun.rank.framework.framework import Framework, MainThread
-from ttprun.rank.framework.handlers import FORCE_STOP, RET_NO_REBUILD, SAVE, ReportState, Size
 from ttprun.rank.replay import recovery_orders
 from ttprun.rank.replay.order_thread import JoinsTraining, Ordered, Recovery
 from ttprun.tensors import state_transfer

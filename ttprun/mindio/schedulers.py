@@ -1,7 +1,7 @@
 """A scheduler's say in recovery, where one rank has registered its callbacks (`--mindio`).
 
 It hears what happens, in MindIO's words, and what it asks for becomes an event of the state machine, or a pause of all
-ranks between two steps, asked for on the board (`ttprun.rank.framework.handlers`). Nobody waits for its answers.
+ranks between two steps, asked for on the board (`ttprun.mindio.handlers`). Nobody waits for its answers.
 Begin with `Scheduler.notified`.
 """
 
