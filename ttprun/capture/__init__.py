@@ -21,8 +21,8 @@ _CLOCKS = {
     "localtime": "wrap_of_seconds",
     "gmtime": "wrap_of_seconds",
     "ctime": "wrap_of_seconds",
-    "strftime": "wrap_strftime",
-    "asctime": "wrap_asctime",
+    "strftime": "wrap_text",
+    "asctime": "wrap_text",
 }
 PATCHES: tuple[Patch, ...] = (
     Patch(

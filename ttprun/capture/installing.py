@@ -35,7 +35,7 @@ from ttprun.capture import recording, values
 from ttprun.capture.data import loaders
 from ttprun.capture.effects import origins, output, script_files
 from ttprun.capture.position import loops, made_inside
-from ttprun.introspect import fail_open, signal_handlers
+from ttprun.introspect import fail_open
 from ttprun.introspect.current_rank import Rank, current
 from ttprun.introspect.patching import after_import
 
@@ -99,18 +99,6 @@ def _take_away_later_rows(session: Rank, writer: Any) -> None:
         session.observers.report([], [f"of {count} rows of {path} the lost rank has left {len(rows)}"])
 
 
-_WRITERS = "tensorboard.summary.writer.event_file_writer"
-
-
-def _patch() -> None:
-    kind = getattr(sys.modules.get(_WRITERS), "EventFileWriter", None)
-    original = getattr(kind, "add_event", None)
-    if kind is not None and original is not None and not hasattr(original, "__wrapped__"):
-        ours = signal_handlers.gate(wrap_add_event(original))
-        ours.__wrapped__ = original
-        kind.add_event = ours
-
-
 def wrap_add_event(original: Any) -> Any:
     """EventFileWriter.add_event."""
 
@@ -138,9 +126,6 @@ def _appends(writer: Any) -> bool:
     if hasattr(file, "write_started"):
         file.write_started = True
         return True
-    if hasattr(file, "_FileIO__mode"):  # TensorFlow's own
-        file._FileIO__mode = "ab"
-        return True
     return False
 
 
@@ -167,6 +152,7 @@ _TABLE = (
     _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.remove_checkpoint", script_files.leave_out_in_replay),
     _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.run", wrap_run),
     _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.teardown", wrap_teardown),
+    _Row("tensorboard", "summary.writer.event_file_writer", "EventFileWriter.add_event", wrap_add_event),
 )
 _ours: list[Any] = []
 
@@ -230,7 +216,6 @@ def install(steps_now: Callable[[], recording.Steps] = lambda: recording.Steps((
     loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
     leave_us_alone()
     output.note_lines()
-    after_import(_WRITERS, _patch)  # TensorBoard's
     follow()
     return origins.why_not()
 

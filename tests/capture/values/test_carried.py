@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import array
 import collections
-import ctypes
 import datetime
 import decimal
 import itertools
@@ -531,14 +530,6 @@ ROWS |= {
     "value between processes": Row(
         lambda: multiprocessing.Value("i", 0), lambda x: setattr(x, "value", 7), ask=lambda x: x.value
     ),
-    "array between processes": Row(
-        lambda: multiprocessing.Array("d", 2), lambda x: x.__setitem__(1, 2.0), ask=lambda x: x[:]
-    ),
-    "raw value": Row(
-        lambda: multiprocessing.RawValue("i"), lambda x: setattr(x, "value", 7), ask=lambda x: x.value
-    ),
-    "number of C": Row(ctypes.c_int, lambda x: setattr(x, "value", 7), ask=lambda x: x.value),
-    "array of C": Row(ctypes.c_double * 2, lambda x: x.__setitem__(1, 2.0), ask=lambda x: x[:]),
     "model: a part under a name of its own": Row(
         lambda: (lambda net: {"model": net, "head": net.norm})(Net()), lambda x: x.update(head=x["model"].inner),
         ask=lambda x: x["head"] is x["model"].inner,

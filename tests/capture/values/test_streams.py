@@ -7,9 +7,7 @@ import csv
 import gzip
 import io
 import logging.handlers
-import mmap
 import multiprocessing
-import os
 import queue
 import threading
 import time
@@ -39,7 +37,6 @@ def text(tmp_path: Path) -> Path:
 OPENED: dict[str, Callable[[Path], Any]] = {
     "text": lambda path: path.open(),
     "bytes": lambda path: path.open("rb"),
-    "mapped": lambda path: mmap.mmap(os.open(path, os.O_RDONLY), 0, access=mmap.ACCESS_READ),
     "unbuffered": lambda path: path.open("rb", buffering=0),
     "compressed": lambda path: gzip.open(path.with_suffix(".gz"), "rt"),  # noqa: SIM115 - the test closes it
 }

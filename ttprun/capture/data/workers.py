@@ -35,12 +35,13 @@ from msgspec.structs import replace
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ttprun.capture import values
-from ttprun.capture.records.nodes import PARTS, AnyNode, FrozensetNode, Node, SetNode
+from ttprun.capture.records.nodes import AnyNode, FrozensetNode, Node, SetNode
 from ttprun.capture.records.packing import SETTLED, unpack_as
 from ttprun.capture.records.recorder import WORKER_BATCHES, Recorder
 from ttprun.capture.values import Snapshot, fingerprint, pack
 from ttprun.capture.values.large import SMALL_BYTES, digest_of
 from ttprun.capture.values.objects import is_of_user, restore_attributes
+from ttprun.capture.values.trees import parts_anew
 from ttprun.introspect import children, random_state
 from ttprun.introspect.current_rank import BATCH, Rank, current
 from ttprun.introspect.safe_reads import attributes_of, is_a, values_of
@@ -222,13 +223,9 @@ def is_of_tensors(batch: Any) -> bool:
 
 def _in_order(node: Any) -> Any:
     """The node, or a part of one, with the items of sets sorted: their iteration order differs between processes."""
-    if isinstance(node, dict):
-        return {name: _in_order(item) for name, item in node.items()}
-    if isinstance(node, list):
-        return list(map(_in_order, node))
     if not isinstance(node, AnyNode):
         return node
-    made = {name: _in_order(getattr(node, name)) for name in PARTS[type(node)]}
+    made = parts_anew(node, int, lambda inner, _: _in_order(inner))
     if isinstance(node, SetNode | FrozensetNode):
         made["items"].sort(key=pack)
     return replace(node, **made)

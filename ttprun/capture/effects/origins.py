@@ -155,26 +155,15 @@ def wrap_of_seconds(original: Any) -> Any:
     return of_seconds
 
 
-def wrap_strftime(original: Any) -> Any:
-    """time.strftime, of now if called without a time."""
+def wrap_text(original: Any) -> Any:
+    """time.asctime, and time.strftime with its format alone: of now, if called without a time."""
 
-    def strftime(*args: Any) -> Any:
-        if not _log.is_on or len(args) != 1:
+    def text(*args: Any) -> Any:
+        if not _log.is_on or (args and not (len(args) == 1 and type(args[0]) is str)):
             return original(*args)
-        return original(*args, _localtime(_now_ns("strftime", fail_open.caller()) / 1e9))
+        return original(*args, _localtime(_now_ns("strftime" if args else "asctime", fail_open.caller()) / 1e9))
 
-    return strftime
-
-
-def wrap_asctime(original: Any) -> Any:
-    """time.asctime, likewise."""
-
-    def asctime(*args: Any) -> Any:
-        if not _log.is_on or args:
-            return original(*args)
-        return original(_localtime(_now_ns("asctime", fail_open.caller()) / 1e9))
-
-    return asctime
+    return text
 
 
 def wrap_getpid(original: Any) -> Any:

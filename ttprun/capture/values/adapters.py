@@ -1,20 +1,17 @@
 """Objects whose state is not in their attributes: it is read and set by methods.
 
-Random generators have methods of their own. A simulator or decoder of a compiled extension returns its state by
-`__getstate__` and sets it by `__setstate__`, or by a pair of methods of other names (PAIRS). The state is recorded as
-plain values and set on the object that the replay has made; then it is read again, since some (pybind11's) silently
-ignore a second `__setstate__`. Objects without such a pair are compared by their pickled state, or named as not proved.
-Nothing is unpickled. For all others there are adapters.
+Random generators have methods of their own; for a few kinds there is an adapter in TABLE, and other packages register
+theirs. The state is recorded as plain values, and set on the object that the replay has made. All others (a simulator
+or a decoder of a compiled extension) are compared by what pickle gets of them, or named as not proved. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
 
 import _random
-import ctypes
 import importlib.metadata
 import logging
 import random
-from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, Protocol
 
 import numpy
@@ -38,7 +35,6 @@ from ttprun.capture.records.nodes import (
     TupleNode,
 )
 from ttprun.capture.records.packing import MISSING, name_of, pack, short_name, unpack_node
-from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.objects import is_of_user, restore_attributes
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Handler, Snapshot
@@ -55,42 +51,7 @@ from ttprun.introspect.safe_reads import (
 )
 from ttprun.protocol.reason import Reason
 
-PAIRS = (
-    ("__getstate__", "__setstate__"),
-    ("clone_state", "restore_state"),
-    ("cloneState", "restoreState"),
-    ("get_state", "set_state"),
-    ("getstate", "setstate"),
-    ("state_dict", "load_state_dict"),
-)
 _POINTER = 8
-
-
-class Pair:
-    """An adapter by two methods of the object's own."""
-
-    def __init__(self, get: str, put: str) -> None:
-        self._get, self._put = get, put
-
-    def record(self, value: Any) -> Any:
-        """The state of an object."""
-        return getattr(value, self._get)()
-
-    def restore(self, value: Any, state: Any) -> None:
-        """Set the state of an object. Raises ValueError if it has another one then."""
-        getattr(value, self._put)(state)
-        if self.record(value) != state:
-            raise ValueError(f"{self._put} has not set the state")
-
-
-def pair_of(kind: type) -> Pair | None:
-    """The methods to read and set hidden state of a type's objects; None if they have none."""
-    if not hides_state(kind):
-        return None
-    for get, put in PAIRS:
-        if getattr(kind, get, None) is not getattr(object, get, None) and callable(getattr(kind, put, None)):
-            return Pair(get, put)
-    return None
 
 
 def hides_state(kind: type) -> bool:
@@ -114,10 +75,6 @@ GROUP = "ttprun.adapters"
 logger = logging.getLogger(__name__)
 
 
-class NotProvedError(Exception):
-    """The state cannot be recorded; the text says why."""
-
-
 class Adapter(Protocol):
     """What an entry point gives."""
 
@@ -139,29 +96,14 @@ class _Flag:
             (value.set if state else value.clear)()
 
 
-def _points_elsewhere(kind: Any) -> bool:
-    """Whether a type of C's holds addresses, which mean nothing in another process."""
-    if issubclass(kind, ctypes.Array):
-        return _points_elsewhere(kind._type_)
-    return not issubclass(kind, ctypes._SimpleCData) or kind._type_ in "zZPO"
-
-
-class _Memory:
-    """Numbers and arrays of C: their bytes."""
+class _Value:
+    """multiprocessing.Value, a number that the workers of a loader read."""
 
     def record(self, value: Any) -> Any:
-        value = value.get_obj() if isinstance(value, SynchronizedBase) else value
-        if _points_elsewhere(type(value)):
-            raise NotProvedError("it points to other memory")
-        if ctypes.sizeof(value) > MOST_BYTES:
-            raise NotProvedError(f"its {ctypes.sizeof(value) >> 20} MiB are too much to record at each step")
-        return ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+        return value.value
 
     def restore(self, value: Any, state: Any) -> None:
-        value = value.get_obj() if isinstance(value, SynchronizedBase) else value
-        if ctypes.sizeof(value) != len(state):
-            raise ValueError("it has another size")
-        ctypes.memmove(ctypes.addressof(value), state, len(state))
+        value.value = state
 
 
 class _Configuration:
@@ -183,9 +125,7 @@ class _Configuration:
 TABLE: dict[str, Adapter] = {
     "threading:Event": _Flag(),
     "multiprocessing.synchronize:Event": _Flag(),
-    "multiprocessing.sharedctypes:SynchronizedBase": _Memory(),
-    "_ctypes:_SimpleCData": _Memory(),
-    "_ctypes:Array": _Memory(),
+    "multiprocessing.sharedctypes:Synchronized": _Value(),
     "omegaconf.dictconfig:DictConfig": _Configuration(),
     "omegaconf.listconfig:ListConfig": _Configuration(),
 }
@@ -226,14 +166,12 @@ def record_with(adapter: Adapter, kind: type) -> Handler:
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         try:
             state = adapter.record(value)
-        except NotProvedError as error:
-            return record_not_proved(snapshot, value, str(error))
         except Exception as error:
-            return record_not_proved(snapshot, value, f"its state cannot be read ({error!r})")
+            return snapshot.unproved(type(value), f"its state cannot be read ({error!r})")
         node = snapshot.separate_node(state, depth + 1)
         packed = pack(node)
         if not is_plain_state(node) or len(packed) > MOST_BYTES:
-            return record_not_proved(snapshot, value, "its state holds what cannot be recorded")
+            return snapshot.unproved(type(value), "its state holds what cannot be recorded")
         attributes = snapshot.attributes(attributes_of(value), depth) if has_attributes else {}
         return StateNode(snapshot.number(value), name_of(kind), packed, attributes)
 
@@ -257,7 +195,7 @@ def restore_state(restore: Restore, live: Any, node: StateNode, name: str) -> An
     """Put the lost rank's state into the replacement's object."""
     kind = node.kind
     is_alike = live is not MISSING and name_of(type(live)) == kind
-    adapter = adapter_for(type(live)) or pair_of(type(live)) if is_alike else None
+    adapter = adapter_for(type(live)) if is_alike else None
     if adapter is None:
         return restore.refuse(live, unlike(name, kind, live))
     if not restore.claim_or_refuse(node.number, live, name):

@@ -21,7 +21,6 @@ from ttprun.capture.values.trees import walk
 from ttprun.introspect.safe_reads import is_a
 from ttprun.protocol.reason import Reason
 
-UNTOLD = "it can change, and does not show its state"
 # What is trained, and where its data is: never left alone, nor what holds it.
 _TRAINED = (
     torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
@@ -29,16 +28,6 @@ _TRAINED = (
 )  # fmt: skip
 # By the name of its type, what the walk over a variable that is left alone has taken: one digit, alike in most ranks.
 taken_ms: dict[str, float] = {}
-
-
-def record_not_proved(snapshot: Snapshot, value: Any, why: str = UNTOLD) -> NotProvedNode:
-    """The node of an object of which only the type is known.
-
-    why   completes the variable's name in a sentence: "it is nested too deep"
-    """
-    kind = name_of(type(value))
-    snapshot.not_proved.append(kind)
-    return NotProvedNode(kind, why)
 
 
 def restore_by_type(restore: Restore, live: Any, node: NotProvedNode | EffectNode, name: str) -> Any:

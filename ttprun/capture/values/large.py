@@ -301,19 +301,24 @@ def fingerprint_of_all(value: Any) -> bytes:
         flat = flat.contiguous()
     if not flat.is_cpu:
         if flat.nbytes > TENSOR_BYTES and flat.is_contiguous():
-            return _digest_of_blocks_on_device(flat)
+            return _digest_of_blocks(flat.view(-1).view(torch.uint8))
         flat = flat.cpu()
     if not flat.nbytes:
         return b""
     memory = _memory(flat.data_ptr(), flat.nbytes)
-    return digest_of(memoryview(memory)) if flat.nbytes <= TENSOR_BYTES else _digest_of_blocks(memory)
+    if flat.nbytes <= TENSOR_BYTES:
+        return digest_of(memoryview(memory))
+    return _digest_of_blocks(numpy.frombuffer(memory, numpy.uint8))
 
 
-def _digest_of_blocks(memory: Any) -> bytes:
-    """A hash of blocks spread over memory that is larger than they are together, and of its end."""
-    raw = numpy.frombuffer(memory, numpy.uint8)
-    state = xxhash.xxh3_64(_blocks(raw, _TENSOR_BLOCKS).tobytes())
-    state.update(raw[-_BLOCK_BYTES:].tobytes())
+def _digest_of_blocks(raw: Any) -> bytes:
+    """A hash of blocks spread over more bytes than they have together, and of the last ones.
+
+    raw   [bytes]  an array; or a tensor on a device, of which only the blocks are copied to the CPU
+    """
+    copy = bytes_of if isinstance(raw, torch.Tensor) else numpy.ndarray.tobytes
+    state = xxhash.xxh3_64(copy(_blocks(raw, _TENSOR_BLOCKS)))
+    state.update(copy(raw[-_BLOCK_BYTES:]))
     return state.digest()
 
 
@@ -321,16 +326,6 @@ def _blocks(raw: Any, count: int) -> Any:
     """Blocks spread over more bytes than they have together: a row each."""
     stride = len(raw) // count
     return raw[: stride * count].reshape(count, stride)[:, :_BLOCK_BYTES]
-
-
-def _digest_of_blocks_on_device(flat: torch.Tensor) -> bytes:
-    """As `_digest_of_blocks`; only the blocks are copied to the CPU."""
-    raw = flat.view(-1).view(torch.uint8)
-    stride = len(raw) // _TENSOR_BLOCKS
-    blocks = raw[: stride * _TENSOR_BLOCKS].view(_TENSOR_BLOCKS, stride)[:, :_BLOCK_BYTES]
-    state = xxhash.xxh3_64(bytes_of(blocks))
-    state.update(bytes_of(raw[-_BLOCK_BYTES:]))
-    return state.digest()
 
 
 def _memory(at: int, size: int) -> Any:

@@ -30,7 +30,6 @@ from ttprun.capture.records.packing import (
 )
 from ttprun.capture.values.autograd_graphs import forget_gradient
 from ttprun.capture.values.changes import ARE_COUNTED, Piece, Remembered, version_of
-from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.kept import lasting_numbers
 from ttprun.capture.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.capture.values.plain import BASES
@@ -328,7 +327,7 @@ def record_traced(snapshot: Snapshot, value: torch.jit.ScriptModule, depth: int)
     places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if places <= snapshot.stepped.keys() | snapshot.storages.keys():
         return SameNode(name_of(type(value)), "")
-    return record_not_proved(snapshot, value, "its weights are not recorded")
+    return snapshot.unproved(type(value), "its weights are not recorded")
 
 
 def restore_wrapper(restore: Restore, live: Any, node: WrapperNode, name: str) -> Any:

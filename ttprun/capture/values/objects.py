@@ -33,7 +33,6 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import MISSING, SETTLED, look_up, look_up_type, name_of
 from ttprun.capture.values.changes import Remembered, Slots
-from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.introspect.ownership import is_script_code, is_state
@@ -298,7 +297,7 @@ def record_cache(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if _is_own_cache(value):
         snapshot.trace.open += 1
     if _is_own_cache(value) and value.cache_info().currsize:
-        return record_not_proved(snapshot, value, "what it remembers is not recorded: a replacement computes it anew")
+        return snapshot.unproved(type(value), "what it remembers is not recorded: a replacement computes it anew")
     return record_named(snapshot, value, depth)
 
 

@@ -35,7 +35,6 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import MISSING, name_of, pack, short_name
 from ttprun.capture.values import objects
-from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.plain import decode
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
@@ -68,7 +67,7 @@ FIXED = {
         __future__ codecs _codecs encodings functools signal weakref _weakref _weakrefset re._parser re._compiler
         click typer fire attr attrs pydantic_core jsonargparse hydra yaml sqlalchemy alembic peewee""",
     "gives access to files or other machines, each request independent": """
-        os posix shutil tempfile io _io zipfile tarfile gzip bz2.BZ2File lzma.LZMAFile mmap select selectors
+        os posix shutil tempfile io _io zipfile tarfile gzip bz2.BZ2File lzma.LZMAFile select selectors
         http urllib ftplib smtplib email xmlrpc socketserver ssl.SSLContext
         requests urllib3 boto3 botocore fsspec huggingface_hub google grpc filelock fasteners portalocker""",
     "is read by name or index, and is the same in each run": """
@@ -90,7 +89,9 @@ FIXED = {
 # ... except these, which have state: communication hooks with error feedback, averagers that count steps.
 _RECORDED = "torch.distributed.algorithms"
 ELSEWHERE = {
-    "its state is shared with other processes": "multiprocessing.shared_memory multiprocessing.managers",
+    "its state is shared with other processes": """
+        multiprocessing.shared_memory multiprocessing.managers multiprocessing.sharedctypes""",
+    "it is memory by itself": "mmap torch.UntypedStorage torch.TypedStorage torch.storage",
     "it is another process": "subprocess.Popen",
     "it is a connection to another process or machine": "socket _socket ssl.SSLSocket zmq redis ray",
     "it runs scheduled code": "asyncio _asyncio",
@@ -217,9 +218,9 @@ def record_unknown(snapshot: Snapshot, value: Any, depth: int) -> Any:
         nodes = [separate.node(list(part) if hasattr(part, "__next__") else part, depth + 1) for part in reduced[:5]]
         packed = pack(nodes)
     except Exception:
-        return record_not_proved(snapshot, value)
+        return snapshot.unproved(type(value))
     if separate.blobs or any(map(_is_untold, nodes)):
-        return record_not_proved(snapshot, value, "its content cannot be recorded")
+        return snapshot.unproved(type(value), "its content cannot be recorded")
     return SameNode(name_of(type(value)), xxhash.xxh3_64_hexdigest(packed))
 
 
@@ -259,12 +260,6 @@ def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
     except OSError:  # a text file that is read line by line
         return RefusedNode("is a file that is read by next(), which hides its position", "iterator-read-by-next")
     return FileNode(snapshot.number(value), kind, position)
-
-
-def record_map(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """A file in memory, mmap.mmap, by its position."""
-    kind = name_of(type(value))
-    return ClosedNode(kind) if value.closed else FileNode(snapshot.number(value), kind, value.tell())
 
 
 def restore_file(restore: Restore, live: Any, node: FileNode, name: str) -> Any:
@@ -340,7 +335,7 @@ def record_thread(snapshot: Snapshot, value: threading.Thread, depth: int) -> An
         is_own = objects.is_of_user(type(value))
         return objects.record_object(snapshot, value, depth) if is_own else EffectNode(name_of(type(value)))
     if _is_of_script(value) and not _only_writes(value):
-        return record_not_proved(snapshot, value, "it runs beside the main thread, and how far it is is not known")
+        return snapshot.unproved(type(value), "it runs beside the main thread, and how far it is is not known")
     return EffectNode(name_of(type(value)))
 
 

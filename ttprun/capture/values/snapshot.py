@@ -74,6 +74,7 @@ def traces(handler: Handler) -> Handler:
 
 
 _MOST_LETTERS = 100  # of an error
+_UNTOLD = "it can change, and does not show its state"
 MAX_OBJECTS = 200_000  # about one second
 _FRAMES = 2_000  # of the deepest walk, at most
 # Of what torch.compile adds to modules.
@@ -246,8 +247,11 @@ class Snapshot:
             self.numbers[id(value)] = None  # where it is met again it is judged by that place: here it may be dead
         return made
 
-    def unproved(self, kind: type, why: str) -> NotProvedNode:
-        """The node of an object of which only the type is known; `why` as for `record_not_proved`."""
+    def unproved(self, kind: type, why: str = _UNTOLD) -> NotProvedNode:
+        """The node of an object of which only the type is known.
+
+        why   completes the variable's name in a sentence: "it is nested too deep"
+        """
         self.trace.open += 1
         self.not_proved.append(name_of(kind))
         return NotProvedNode(name_of(kind), why)

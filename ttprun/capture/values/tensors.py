@@ -34,7 +34,6 @@ from ttprun.capture.records.nodes import (
 from ttprun.capture.records.packing import MISSING, name_of
 from ttprun.capture.values.arrays import is_changing
 from ttprun.capture.values.autograd_graphs import Unrecorded, forget_gradient, shape_of, without_history
-from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.large import (
     SMALL_BYTES,
     array_around,
@@ -225,14 +224,6 @@ def _record_unusual(value: torch.Tensor) -> Any:
         return RefusedNode(f"is a tensor of {what}")
     digests = " ".join(follow(part.detach())[0].hex() for part in parts)
     return SameNode("torch:Tensor", f"{what} {digests}")
-
-
-def record_storage(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """Memory by itself: recorded with the tensors in it, or not at all."""
-    at = value.data_ptr()
-    if at in snapshot.stepped or at in snapshot.storages:
-        return SameNode(name_of(type(value)), "")
-    return record_not_proved(snapshot, value, "it is memory that no tensor met so far lies in")
 
 
 def record_unrecorded(snapshot: Snapshot, value: Unrecorded, depth: int) -> Any:
