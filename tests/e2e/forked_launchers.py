@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 import ttprun.cli.run
-from ttprun import mindio, text_hashes
+from tests.e2e.launchers import GIVEN
+from ttprun import mindio
 from ttprun.agent.launcher.elastic_agent import ReplacingAgent
 from ttprun.agent.node import rank_processes, standbys
 from ttprun.agent.node.rank_processes import (
@@ -45,7 +46,8 @@ CLONE_NEWNET = 0x40000000
 
 def serve() -> Callable[[], Any]:
     """Carry out one order after another, until stdin ends; in a forked process, what is to be done there."""
-    os.environ.pop(text_hashes.VARIABLE)  # the launcher gives it to ranks by itself
+    for name in GIVEN:
+        os.environ.pop(name)  # the launcher gives it to ranks by itself
     standby.warm_up(standby.WARM)
     torch.set_num_threads(1)
     gc.collect()

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ttprun.agent.node.rank_processes import AdoptedProcess, adopting
+from ttprun.device import device_errors
 
+GIVEN = {"PYTHONHASHSEED": "1", **device_errors.VARIABLES}  # which the launcher gives its ranks, before they have torch
 # Not a file: no frame of the tests' own code is to lie under a script's.
 PROGRAM = "import sys; from tests.e2e import forked_launchers as forked; sys.exit(forked.serve()())"
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,7 +78,7 @@ class ForkedLaunchers:
             self._programs[number] = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM],
                 cwd=_REPOSITORY,
-                env={**self._environments[number], "PYTHONHASHSEED": "1"},  # which the launcher gives its ranks
+                env={**self._environments[number], **GIVEN},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
