@@ -18,6 +18,7 @@ from ttprun.groups.operations import (
     GATHERING,
     OPERATIONS,
     REDUCING,
+    Completed,
     Entry,
     Input,
     KeptInput,
@@ -26,7 +27,7 @@ from ttprun.groups.operations import (
     with_tensors_replaced,
 )
 from ttprun.groups.results import Results, place_of
-from ttprun.groups.work import Delivered, ManagedWork
+from ttprun.groups.work import ManagedWork
 from ttprun.introspect import model_tensors, stages
 from ttprun.introspect.current_rank import INPUT, Rank
 from ttprun.introspect.fail_open import NotRepairableError
@@ -303,9 +304,9 @@ def call_or_take(session: Rank, entry: Entry, args: tuple[Any, ...]) -> Any:
     if session[Journal].is_settled(entry):
         if not entry.is_done:
             session.observers.give_result(session.applied, entry.sequence, entry.number, entry.outputs[0])
-        return Delivered()
+        return Completed()
     if session[Journal].has_arrived(entry):
-        return Delivered()
+        return Completed()
     source, entry.given = session[Journal].source_of(entry), None
     if source is None:
         return entry.group.call(entry.op, args)

@@ -29,7 +29,7 @@ from ttprun import torch_versions
 from ttprun.device import accelerator
 from ttprun.device.device_errors import DeviceErrors, DeviceFault
 from ttprun.groups.connection import Communicators, ExchangeStore, GroupMember, Link, leak
-from ttprun.groups.operations import BATCH, POINT_TO_POINT, tensors_in
+from ttprun.groups.operations import BATCH, POINT_TO_POINT, Completed, tensors_in
 from ttprun.introspect import fail_open
 
 ABORTED = "the communicator was aborted, as its generation is over"
@@ -317,25 +317,15 @@ def _abort_of(backend: Any) -> Callable[[], Any] | None:
     return None
 
 
-class _NoWork:
-    """In the place of a backend's work, where it has none: nothing was started, as in an empty batch."""
-
-    def wait(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
 class LateWork:
     """A work with the meaning of `Link.issue`'s.
 
-    inner   the backend's work; None: it has none
+    inner   the backend's work; None: it has none, as nothing was started, as in an empty batch
     """
 
     def __init__(self, link: LateLink, inner: Any) -> None:
         self._link = link
-        self._inner = _NoWork() if inner is None else inner
+        self._inner = Completed() if inner is None else inner
         self._lock = threading.Lock()
         self._is_over = False
         self._error: Exception | None = None

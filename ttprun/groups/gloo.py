@@ -9,7 +9,6 @@ sockets.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
 import socket
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
-from ttprun.groups.connection import CONNECT_LIMIT, Exchange, ExchangeStore, GroupMember, Link
+from ttprun.groups.connection import CONNECT_LIMIT, Exchange, ExchangeStore, GroupMember, Link, leak
 from ttprun.groups.journal import has_succeeded
 from ttprun.introspect.tensor_bytes import size_of
 
@@ -297,7 +296,7 @@ class Connection:
         self, exchange: Exchange, generation: int, name: str, rank: int, size: int, op_limit: timedelta
     ) -> None:
         prefix = f"group {name}/"
-        opened_before = _native_fds()
+        opened_before = _fds(*_GLOOS)
         with Connection._making:
             before = _listening_ports()
             device = dist.ProcessGroupGloo.create_device(hostname=exchange.address)
@@ -327,7 +326,7 @@ class Connection:
         self.generation = generation
         # A broken socket has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
         self._inodes = {os.fstat(sock.fileno()).st_ino for sock in self.sockets()}
-        for fd in _native_fds() - opened_before:  # the script's child processes must not hold them open
+        for fd in _fds(*_GLOOS) - opened_before:  # the script's child processes must not hold them open
             with contextlib.suppress(OSError):
                 os.set_inheritable(fd, False)
 
@@ -376,7 +375,7 @@ class Connection:
         try:
             threading.Thread(target=references.clear, name="ttprun-closing", daemon=True).start()
         except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
-            _keep_for_ever(references)
+            leak(references)
 
     def is_busy(self) -> bool:
         """Not asked: its abort ends all operations."""
@@ -398,11 +397,11 @@ class Connection:
         That happens now and then (gloo, torch 2.13) if the connection is cut while messages are in flight. As all
         sockets are closed, the operation touches no tensor any more; it ends with its time-out.
         """
-        _keep_for_ever(self.backend)
+        leak(self.backend)
 
     def sockets(self) -> Iterator[socket.socket]:
         """Duplicates of this backend's connected sockets; each is closed when the next one is yielded."""
-        for fd in _socket_fds():
+        for fd in _fds("socket:"):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
                 if sock.family not in (socket.AF_INET, socket.AF_INET6) or _is_listening(sock):
                     continue
@@ -421,25 +420,14 @@ def listen(address: str) -> socket.socket:
         return socket.create_server((address, 0), backlog=2)
 
 
-def _keep_for_ever(value: Any) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+_GLOOS = "socket:", "pipe:", "anon_inode:[eventpoll]"  # which it opens without close-on-exec (torch 2.13)
 
 
-def _socket_fds() -> list[int]:
-    fds = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                fds.append(int(name))
-    return fds
-
-
-def _native_fds() -> set[int]:
-    """Descriptors of the kinds that gloo opens (without close-on-exec, torch 2.13)."""
+def _fds(*kinds: str) -> set[int]:
     fds = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:", "anon_inode:[eventpoll]")):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(kinds):
                 fds.add(int(name))
     return fds
 
@@ -450,7 +438,7 @@ def _is_listening(sock: socket.socket) -> bool:
 
 def _listening_ports() -> set[int]:
     ports = set()
-    for fd in _socket_fds():
+    for fd in _fds("socket:"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and _is_listening(sock):
                 ports.add(sock.getsockname()[1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -238,19 +237,25 @@ class NotHeld(Input):
         return ""
 
 
-class _Over:
-    """The work of an operation that has completed, without its tensors."""
+class Completed:
+    """Like a completed work of the backend, without tensors: for an operation that is over, or that it never had."""
 
-    def wait(self, *_: timedelta) -> bool:
-        """It is over."""
+    def wait(self, *limit: Any) -> bool:
+        """As Work.wait."""
         return True
 
     def is_completed(self) -> bool:
         """It is over."""
         return True
 
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A completed future."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
 
-_OVER = _Over()
+
+_OVER = Completed()
 
 
 class Entry:

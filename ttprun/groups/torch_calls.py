@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from ttprun.device import accelerator
 from ttprun.groups.collectives import Message
 from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
-from ttprun.groups.operations import BATCH, positional
-from ttprun.groups.work import LOSES_WORKS, Delivered, ManagedWork, Refused, hold, is_called_by_python
+from ttprun.groups.operations import BATCH, Completed, positional
+from ttprun.groups.work import LOSES_WORKS, ManagedWork, Refused, hold, is_called_by_python
 from ttprun.introspect import fail_open, stages
 from ttprun.introspect.current_rank import INPUT, Rank
 from ttprun.introspect.ownership import calls_key
@@ -282,7 +282,7 @@ class Batch:
         if self._newest[0] != generation:
             left = [message for message in self.messages if not journal.has_arrived(message)]
             orders = [(message.op, message.args_again()) for message in left]
-            self._newest = generation, group.call(BATCH, (orders,)) if orders else Delivered()
+            self._newest = generation, group.call(BATCH, (orders,)) if orders else Completed()
         return self._newest[1]
 
     def begin(self) -> Any:

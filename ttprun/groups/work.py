@@ -157,23 +157,6 @@ def wrap_extract_tensors(original: Any) -> Any:
     return extract
 
 
-class Delivered:
-    """Like a completed work of the backend: a message that has arrived already."""
-
-    def wait(self, *limit: Any) -> bool:
-        """As Work.wait."""
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A completed future."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(None)
-        return future
-
-
 class Refused:
     """Like a failed work of the backend: an operation that the device or the connection refused with `error`."""
 
