@@ -244,6 +244,13 @@ def check_fault(fault: Fault) -> None:
         raise ValueError(f"fault '{fault}': peer is the rank itself; name another rank")
 
 
+def check_ranks(fault: Fault, world_size: int) -> None:
+    """Raise ValueError, one line, unless a run of so many ranks has those that the fault names."""
+    for rank in (fault.rank, fault.peer):
+        if rank is not None and rank >= world_size:
+            raise ValueError(f"there is no rank {rank}; this run has {world_size} ranks")
+
+
 def check_phase(kind: str, phase: str) -> None:
     """Raise ValueError if a kind makes no sense in a phase."""
     allowed, why_not = phases_of(kind), _PHASES_OF.get(kind, ((), "only a signal from outside reaches it there"))[1]
@@ -262,7 +269,7 @@ def check_word(what: str, word: str, table: Iterable[str]) -> None:
     """Raise ValueError, with a suggestion, unless `word` is in `table`.
 
     what    "fault" or "phase", for the message
-    table   KINDS or PHASES; `inject-fault` adds RANDOM
+    table   KINDS or PHASES
     """
     if word not in table:
         raise ValueError(f"there is no {what} '{word}'; {suggestion(word, table, 'use one of ' + ', '.join(table))}")

@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ttprun.agent.node.rank_processes import kill_session
-from ttprun.chaos.injected_faults import AGENT_KINDS, Fault, parse_fault, seconds_of
+from ttprun.chaos.injected_faults import (
+    AGENT_KINDS,
+    Fault,
+    PlannedStrike,
+    check_ranks,
+    parse_fault,
+    seconds_of,
+    strikes,
+)
 from ttprun.protocol import from_rank, node_messages, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
@@ -28,7 +36,6 @@ if TYPE_CHECKING:
     from ttprun.agent.lead.rows import Row
     from ttprun.agent.node.node import Process
     from ttprun.agent.node.standbys import Standbys
-from ttprun.chaos.injected_faults import PlannedStrike, strikes
 
 _STALL_S = 2.0
 _SIGNALS = {
@@ -146,10 +153,7 @@ class Injections:
     # Orders.
 
     def _check(self, fault: Fault) -> None:
-        size = len(self._node.slots)
-        for name, rank in (("rank", fault.rank), ("rank", fault.peer)):
-            if rank is not None and rank >= size:
-                raise ValueError(f"there is no {name} {rank}; this run has {size} ranks")
+        check_ranks(fault, len(self._node.slots))
         if fault.step is not None and fault.step < self._running_step():
             raise ValueError(f"step {fault.step} is over, step {self._running_step()} runs; name a later one")
 

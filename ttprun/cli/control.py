@@ -20,21 +20,19 @@ from msgspec import structs
 from ttprun.chaos.injected_faults import (
     KINDS,
     PHASES,
-    RANDOM,
     Fault,
     PlannedStrike,
-    check_word,
+    check_ranks,
     parse_fault,
     phases_of,
     strikes,
 )
 from ttprun.cli.terminal import new_table, open_console
-from ttprun.config_sources import read_config_file, resolve
 from ttprun.errors import ConfigError, in_short
 from ttprun.observe.console import ProgressLine
 from ttprun.observe.run_directory import RunDirectory, StackReport, groups_of, read_stacks
 from ttprun.observe.run_view import load
-from ttprun.observe.status import BEING_PREPARED, IMPORTS_FOLLOW, IncidentStatus, RunStatus, read_status
+from ttprun.observe.status import BEING_PREPARED, IMPORTS_FOLLOW, IncidentStatus, RunStatus
 from ttprun.protocol.codec import Refused, decode
 from ttprun.protocol.control_requests import (
     Accepted,
@@ -305,17 +303,12 @@ def inject_fault(
     values = {"rank": rank, "step": at_step, "phase": phase, "after": after, "every": every, "count": count}
     values |= {"seed": seed, "code": code, "peer": peer, "rate": rate, "seconds": seconds}
     fault = read_fault(kind, values)
-    directory = RunDirectory.find(run)
-    status = check_run(directory, fault)
     if dry_run:
-        show_strikes(status, fault, as_json)
+        show_strikes(load(RunDirectory.find(run)), fault, as_json)
         return 0
-    message = send_fault(directory, fault)
-    print(
-        json.dumps({"run_id": status.run_id, "fault": str(fault), "dry_run": False, "message": message})
-        if as_json
-        else message
-    )
+    directory, answer = ask_running(run, InjectFault(str(fault)), "the run refuses the fault")
+    said = {"run_id": load(directory).run_id, "fault": str(fault), "dry_run": False, "message": answer.message}
+    print(json.dumps(said) if as_json else answer.message)
     return 0
 
 
@@ -335,35 +328,24 @@ def print_words(as_json: bool) -> None:
 
 def read_fault(kind: str, values: Mapping[str, object]) -> Fault:
     """The fault that the command line describes; `values` has the keys of Fault. Raises ConfigError."""
-    for key, value in values.items():
-        if isinstance(value, int | float) and value < 0:
-            option = "--at-step" if key == "step" else f"--{key}"
-            raise ConfigError(
-                f"{option}: {value} is below 0",
-                "give 0 or more" if isinstance(value, float) else "give a whole number from 0",
-            )
     given = ",".join(f"{key}={value}" for key, value in values.items() if value is not None)
     try:
-        for word in kind.split(","):
-            check_word("fault", word, [*KINDS, RANDOM])
-        if (
-            values["rank"] is None
-            and values["seed"] is None
-            and not kind.endswith(("agent-kill", "standby-kill", "stall"))
-        ):
-            raise ValueError("no rank is named; add --rank R, or --seed S to draw one")
         return parse_fault(f"{kind}:{given}")
     except ValueError as error:
         raise ConfigError(*str(error).split("; ", 1)) from None
 
 
 def show_strikes(status: RunStatus, fault: Fault, as_json: bool) -> None:
-    """Print what an order would cause if it were given now: SHOWN_STRIKES at most.
+    """Print what an order would cause if it were given now: SHOWN_STRIKES at most. Raises ConfigError as `read_fault`.
 
     status    of the run, for its number of ranks and its step
     fault     the order, a fault or a schedule
     as_json   one line of JSON instead of a table
     """
+    try:
+        check_ranks(fault, status.world_size)
+    except ValueError as error:
+        raise ConfigError(*str(error).split("; ", 1)) from None
     running_step = max((rank.step or 0 for rank in status.ranks), default=0)
     coming = list(islice(strikes(fault, status.world_size, running_step), SHOWN_STRIKES + 1))
     shown, has_more = coming[:SHOWN_STRIKES], len(coming) > SHOWN_STRIKES
@@ -398,30 +380,3 @@ def _row(strike: PlannedStrike) -> tuple[str, ...]:
 
 def _given(fault: Fault) -> dict[str, object]:
     return {key: value for key, value in dataclasses.asdict(fault).items() if value is not None}
-
-
-def check_run(directory: RunDirectory, fault: Fault) -> RunStatus:
-    """The run must live, allow faults and have that rank; returns its status. Raises ConfigError."""
-    try:
-        status = read_status(directory.status)
-        config = resolve([read_config_file(str(directory.config))], {}, {})
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"run '{directory.path}' cannot be read ({error})", "name another with --run") from None
-    if status.has_ended:
-        ending = f"{status.state}: {status.reason}" if status.reason else status.state
-        raise ConfigError(f"run {status.run_id} has ended ({ending})", "name a running one with --run")
-    if not config.allow_faults:
-        raise ConfigError(f"run {status.run_id} does not allow faults", "start it with --allow-faults")
-    for option, rank in (("--rank", fault.rank), ("--peer", fault.peer)):
-        if rank is not None and rank >= status.world_size:
-            last = status.world_size - 1
-            raise ConfigError(f"{option}: run {status.run_id} has no rank {rank}", f"name one from 0 to {last}")
-    return status
-
-
-def send_fault(directory: RunDirectory, fault: Fault) -> str:
-    """Ask the run's agent to cause the fault; returns its answer. Raises ConfigError."""
-    answer = ask(directory, InjectFault(str(fault)))
-    if isinstance(answer, Rejected):
-        raise ConfigError(f"the run refuses the fault: {answer.error}", "see 'ttprun inject-fault list'")
-    return answer.message
