@@ -394,8 +394,8 @@ def test_from_the_first_snapshot_on_the_console_promises_it(
     assert f"the first snapshot is taken: if a rank is lost, {cost}" in caplog.text
 
 
-MIRRORED = from_rank.StateMirrored(2, 1 << 20, why_no_step="a gradient is sparse")
-SLOW = from_rank.StateMirrored(9, why_not="a copy takes 7 ms, and a step 16 ms")
+MIRRORED = from_rank.StateMirrored(boundary=2, bytes=1 << 20, why_no_step="a gradient is sparse")
+SLOW = from_rank.StateMirrored(boundary=9, why_not="a copy takes 7 ms, and a step 16 ms")
 
 
 def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_only_what_is_new(
@@ -428,7 +428,8 @@ def test_with_the_next_node_there_a_lost_node_takes_only_mirrors_with_it_that_fo
     comparisons = all_compared(node)
     for slot in node.slots:
         comparisons.note_mirrored(slot, MIRRORED)
-    comparisons.note_mirror_copied(node.slots[2], from_rank.MirrorCopied(1, 5, 2 << 20, 1 << 20, "too little memory"))
+    copied = from_rank.MirrorCopied(of=1, boundary=5, bytes=2 << 20, limit_bytes=1 << 20, why_not="too little memory")
+    comparisons.note_mirror_copied(node.slots[2], copied)
 
     comparisons.lose_mirrors([0])
     copied = node.job.replicas.mirrored
@@ -547,7 +548,7 @@ def test_the_event_log_has_what_a_rank_that_is_alone_keeps_of_its_own_state(node
     node.log = lambda event, **fields: logged.append({"event": event, **fields})  # type: ignore[method-assign]
     reports = part(Reports, node, protection=Protection(node, set()))
 
-    reports.take(node.slots[1], from_rank.OwnStateKept(4, bytes=1 << 20))
+    reports.take(node.slots[1], from_rank.OwnStateKept(boundary=4, bytes=1 << 20))
 
     kept = {"boundary": 4, "bytes": 1 << 20, "took_s": 0.0, "why_not": ""}
     assert logged == [{"event": "own_state", "rank": 1, **kept}]

@@ -188,9 +188,9 @@ def test_a_copy_that_takes_too_much_memory_is_refused_with_its_size_and_nobody_w
 
     assert copied(small_ring[1].session) == [EMPTY_SLOT] * SLOTS
     assert [content(path) for path in small_ring[1].session.options.mirror_copies] == [b""] * SLOTS
-    assert reports(small_ring[1]) == [
-        from_rank.MirrorCopied(0, 1, SLOTS * WHOLE, SLOTS * WHOLE - 1, "too little memory")
-    ]
+    whole, why = SLOTS * WHOLE, "too little memory"
+    report = from_rank.MirrorCopied(of=0, boundary=1, bytes=whole, limit_bytes=whole - 1, why_not=why)
+    assert reports(small_ring[1]) == [report]
     assert copied(small_ring[2].session)[slot_of(4)].gives(5) == "step"
 
 

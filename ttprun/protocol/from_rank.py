@@ -67,51 +67,48 @@ class RankJoined(OfRank, frozen=True):
     membership: ClassVar[GroupMembership] = GroupMembership.JOINED
 
 
-class OwnStateKept(Message, frozen=True):
-    """A rank that is alone has kept its own state for the first time in this process, or cannot.
+class StateKept(Message, frozen=True, kw_only=True):
+    """A rank keeps a state for the first time, or cannot.
 
-    bytes    of tensors
-    took_s   processor time
-    why_not  "" if it can
+    boundary     of the state
+    bytes        that it takes, or would take; 0: unknown
+    why_not      "" if it can
     """
 
     boundary: int
     bytes: int = 0
-    took_s: float = 0.0
     why_not: str = ""
 
 
-class StateMirrored(Message, frozen=True):
+class OwnStateKept(StateKept, frozen=True, kw_only=True):
+    """A rank that is alone has kept its own state for the first time in this process, or cannot.
+
+    took_s   processor time
+    """
+
+    took_s: float = 0.0
+
+
+class StateMirrored(StateKept, frozen=True, kw_only=True):
     """A rank has mirrored its state for the first time in this process, or cannot.
 
-    bytes        that the mirror takes in all, or would take; 0: unknown
-    why_not      "" if it can
     limit_bytes  that it may take
     why_no_step  why a step cannot be taken again from the mirror; "" if it can
     """
 
-    boundary: int
-    bytes: int = 0
     limit_bytes: int = 0
-    why_not: str = ""
     why_no_step: str = ""
 
 
-class MirrorCopied(Message, frozen=True):
+class MirrorCopied(StateKept, frozen=True, kw_only=True):
     """A rank keeps the mirror of a rank of the node before, for the first time on this connection, or cannot.
 
     of           rank whose mirror it is
-    boundary     of the state
-    bytes        that it takes, or would take
     limit_bytes  that all such copies of this node may take
-    why_not      "" if it can
     """
 
     of: int
-    boundary: int
-    bytes: int
-    limit_bytes: int
-    why_not: str = ""
+    limit_bytes: int = 0
 
 
 class CollectiveStep(Message, frozen=True):

@@ -13,14 +13,26 @@ class Action(Message, frozen=True):
     """An order."""
 
 
-class SpawnRank(Action, frozen=True):
+class ForRank(Action, frozen=True):
+    """An order for one rank, in a generation."""
+
+    rank: int
+    generation: int
+
+
+class ForRanks(Action, frozen=True):
+    """An order for ranks that stand at a boundary, or will, in a generation."""
+
+    ranks: tuple[int, ...]
+    generation: int
+    boundary: int
+
+
+class SpawnRank(ForRank, frozen=True):
     """Give a lost rank a process, from the standbys if there is one; the answer is RankStarted, or SpawnFailed.
 
     generation   in which it was asked for; if ranks are lost meanwhile, Replay or Resume names a newer one
     """
-
-    rank: int
-    generation: int
 
 
 class KillRank(Action, frozen=True):

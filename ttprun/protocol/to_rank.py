@@ -15,7 +15,7 @@ from msgspec import field
 from ttprun.protocol import from_rank, standby_messages
 from ttprun.protocol.codec import AtBoundary, Message, OfGeneration
 from ttprun.protocol.mindio import Strategy
-from ttprun.protocol.process_orders import Action
+from ttprun.protocol.process_orders import Action, ForRank, ForRanks
 from ttprun.protocol.snapshot_messages import MirroredShare
 
 # The beginning, and the end.
@@ -225,7 +225,7 @@ class Adapt(Message, frozen=True):
     hyperparameters: str = "auto"
 
 
-class Replay(Action, frozen=True):
+class Replay(ForRank, frozen=True):
     """Run the script in replay up to this boundary; the answer is `RankReplayed`, or MismatchFound.
 
     source           survivor that will send the state; the rank itself: it will come from its mirror, no other rank
@@ -244,8 +244,6 @@ class Replay(Action, frozen=True):
                      "": they go on, too
     """
 
-    rank: int
-    generation: int
     boundary: int
     source: int | None
     fingerprint: str | None = None
@@ -326,21 +324,19 @@ class GoOn(Message, frozen=True):
     boundary: int
 
 
-class LoadMirror(Action, frozen=True):
+class LoadMirror(ForRank, frozen=True):
     """Load weights and optimizer state from what the lost rank had mirrored; the answer is `RankRepaired`.
 
     is_before_step   as in Replay; filled in
     path             of the slot; "": they are there, as the last step was taken again; filled in
     """
 
-    rank: int
-    generation: int
     boundary: int
     is_before_step: bool = False
     path: str = ""
 
 
-class LoadState(Action, frozen=True):
+class LoadState(ForRanks, frozen=True):
     """Load the weights and optimizer state of a snapshot or checkpoint from files; the answer is `RankRepaired`.
 
     ranks   that get this order, all of which wait at `boundary`; filled in: none, as in Resume
@@ -349,9 +345,6 @@ class LoadState(Action, frozen=True):
     header  of each parameter [dtype, shape, its state], see `replicated.describe`; filled in
     """
 
-    ranks: tuple[int, ...]
-    generation: int
-    boundary: int
     files: tuple[str, ...] = ()
     owners: dict[str, list[int]] = field(default_factory=dict)
     header: list[Any] = field(default_factory=list)
@@ -377,7 +370,7 @@ class Dump(AtBoundary, frozen=True):
     mirrors: list[MirroredShare] = field(default_factory=list)
 
 
-class Resume(Action, frozen=True):
+class Resume(ForRanks, frozen=True):
     """Connect, issue the journal again, and train; the answers are `RankRebuilt` and `RankReissued`.
 
     All but the first three fields are filled in.
@@ -391,9 +384,6 @@ class Resume(Action, frozen=True):
     takes_from  rank whose gradients this one takes, if inputs of the step turn out to be equal to rounding alone
     """
 
-    ranks: tuple[int, ...]
-    generation: int
-    boundary: int
     expected: dict[str, list[str]] = field(default_factory=dict)
     sources: list[tuple[str, int, int]] = field(default_factory=list)
     received: dict[str, list[str]] = field(default_factory=dict)

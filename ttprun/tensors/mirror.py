@@ -129,7 +129,9 @@ class Mirror:
                 self._has_reported = True
                 size = self._size_bytes()
                 session.channel.send(
-                    from_rank.StateMirrored(boundary - 1, size, self._limit_bytes, why_no_step=self._why_no_step)
+                    from_rank.StateMirrored(
+                        boundary=boundary - 1, bytes=size, limit_bytes=self._limit_bytes, why_no_step=self._why_no_step
+                    )
                 )
         except Exception as error:
             if not session.diagnose(error).is_known:  # else the script meets its device's error in the step
@@ -191,8 +193,10 @@ class Mirror:
             slot.memory.release()
         for parts in self._parts:
             parts.release()
-        sizes = self._too_large_bytes, self._limit_bytes
-        session.channel.send(from_rank.StateMirrored(boundary, *sizes, why_not=self.why_off))
+        size = self._too_large_bytes
+        session.channel.send(
+            from_rank.StateMirrored(boundary=boundary, bytes=size, limit_bytes=self._limit_bytes, why_not=self.why_off)
+        )
 
     def _note(self, content: SlotContent) -> None:
         self._board.set(self._rank, _CELLS[slot_of(content.boundary)], content.pack())

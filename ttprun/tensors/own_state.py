@@ -66,14 +66,14 @@ class OwnState:
                 if not self._has_reported and self._took_s:
                     self._has_reported = True
                     size = self._layout.size if self._layout else 0
-                    host.channel.send(from_rank.OwnStateKept(boundary, size, self.cost_s))
+                    host.channel.send(from_rank.OwnStateKept(boundary=boundary, bytes=size, took_s=self.cost_s))
             elif self._kept and not self._are_records_kept:
                 self._keep_records()
         except Exception as error:  # e.g. no memory: training continues
             for place in range(SLOTS):
                 self._note(place, EMPTY_SLOT)
             self.why_off = str(error) or repr(error)
-            host.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
+            host.channel.send(from_rank.OwnStateKept(boundary=boundary, why_not=self.why_off))
 
     def _is_due(self) -> bool:
         cost_s, is_known = self.cost_s, len(self._took_s) == _LOOKED_AT

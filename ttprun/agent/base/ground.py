@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -33,6 +33,31 @@ from ttprun.protocol.reason import Reason
 from ttprun.state.cost_limits import parse_interval
 
 logger = logging.getLogger("ttprun")
+
+
+@dataclass
+class Slot:
+    """The place of one rank, as its node and what is decided each know it.
+
+    pid            of its process; 0: there is none
+    is_present     the process has greeted
+    is_protected   its hooks have been heard
+    script_error   of the exception that has ended its script
+    main_thread    ident of its main thread
+    lost_boundary  how far its script had come, if it is lost
+    """
+
+    rank: int
+    local_rank: int
+    _: KW_ONLY
+    pid: int = 0
+    is_present: bool = False
+    is_protected: bool = False
+    is_finished: bool = False
+    is_lost: bool = False
+    script_error: str = ""
+    main_thread: int = 0
+    lost_boundary: int = 0
 
 
 class Ground:
@@ -147,7 +172,7 @@ class Ground:
         self.board.set(rank, Field.APPLIED, boundary)
         self.board.forget_process(rank)
 
-    def void_beyond(self, boundary: int, slots: Iterable[Any]) -> None:
+    def void_beyond(self, boundary: int, slots: Iterable[Slot]) -> None:
         """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records.
 
         slots   their rows, or their processes

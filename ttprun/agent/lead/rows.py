@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ttprun import recovery
-from ttprun.agent.base.ground import Ground
+from ttprun.agent.base.ground import Ground, Slot
 from ttprun.agent.base.stored_states import Stored
 from ttprun.observe.run_directory import RankStack
 from ttprun.protocol import from_rank, node_messages, process_orders, to_rank
@@ -35,18 +35,13 @@ _PLAIN = [cell for cell in enumerate(SHARED) if cell not in (*_TIMES, *_AWAITED)
 
 
 @dataclass
-class Row:
+class Row(Slot):
     """One rank of the job.
 
     forward        has the node of a rank send a message to a process; given the rank, the pid, and the message
     is_here        the rank is on this node
-    pid            of its process, whose messages are heard; 0: there is none
-    is_present     the process has greeted
-    is_protected   its hooks have been heard
-    lost_boundary  how far its script had come, if it is lost
+    pid            of its process, whose messages are heard
     stored         what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
-    script_error   of the exception that has ended its script
-    main_thread    ident of its main thread
     reported_in    newest generation in which it has reported something to the others, mostly its port
     journal        what the process has issued since the boundary at which it waits
     divergence     how its weights differ from the others', if they do: it is lost, or will be at its next boundary
@@ -55,19 +50,9 @@ class Row:
     noted_ns       its times on the board, on that node's clock
     """
 
-    rank: int
-    local_rank: int
     forward: Callable[[int, int, Any], None]
     is_here: bool = True
-    pid: int = 0
-    is_present: bool = False
-    is_protected: bool = False
-    is_finished: bool = False
-    is_lost: bool = False
-    lost_boundary: int = 0
     stored: Stored | None = None
-    script_error: str = ""
-    main_thread: int = 0
     reported_in: int = -1
     journal: dict[str, GroupJournal] = field(default_factory=dict)
     divergence: str = ""

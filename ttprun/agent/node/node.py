@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttprun.agent.base import life_signs, stack_dumps
-from ttprun.agent.base.ground import Ground
+from ttprun.agent.base.ground import Ground, Slot
 from ttprun.agent.node.rank_processes import RankHandler, kill_session
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import children
@@ -27,21 +27,18 @@ _LOOK_AGAIN_S = 0.05
 
 
 @dataclass
-class Process:
+class Process(Slot):
     """One rank of this node.
 
     handler         a RankHandler
     record_fd       memfd of its recorder
     copies_fd       memfd of the recorder in which it keeps the records of a rank of another node; -1: on one node
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
-    main_thread     ident of its main thread
     is_dying        its process is lost, and not gone yet
     killed_at_s     when its process was killed because it had to be replaced; infinite if it has ended by itself
     is_buried       its process is gone, and what it had started is killed: the kernel may reuse its pid
     is_spawn_due    it gets its next process once that need not wait for anything more
     had_to_wait     no standby was ready for it: it waits, or has waited, for one that is being prepared
-    is_present      the process has greeted: it can be sent messages
-    is_protected    its hooks have been heard
     had_torch       this process or one before it in this slot had imported torch
     import_s        from the start of its first process to the end of that import; a standby has done it already
     hung_up_at_s    when its end of the line was closed, as by the end of the process, or by another program that has
@@ -51,32 +48,22 @@ class Process:
     device_fault    what has happened to its device, if that has ended its script
     """
 
-    rank: int
-    local_rank: int
     handler: Any
     record_fd: int
     stack_fd: int = -1
-    pid: int = 0
     pidfd: int = -1
-    is_present: bool = False
-    is_protected: bool = False
     had_torch: bool = False
     began_at_s: float = 0.0
     import_s: float = 0.0
     hung_up_at_s: float | None = None
-    is_finished: bool = False
-    is_lost: bool = False
     is_dying: bool = False
     killed_at_s: float = math.inf
     is_buried: bool = False
     is_spawn_due: bool = False
     had_to_wait: bool = False
     held: Order | None = None
-    script_error: str = ""
     device_fault: str = ""
     traceback: str = ""
-    main_thread: int = 0
-    lost_boundary: int = 0
     frame: str = ""
     copies_fd: int = -1
 

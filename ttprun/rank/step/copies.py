@@ -205,7 +205,9 @@ class MirrorLink:
         self._sock.sendall(b"-")
 
     def _report(self, boundary: int, whole: int, why_not: str = "") -> None:
-        report = from_rank.MirrorCopied(self._of, boundary, SLOTS * whole, self._limit_bytes, why_not)
+        report = from_rank.MirrorCopied(
+            of=self._of, boundary=boundary, bytes=SLOTS * whole, limit_bytes=self._limit_bytes, why_not=why_not
+        )
         self._session.channel.send(report)
 
 
