@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ttprun.protocol.process_orders import Action, ForRanks, KillRank, Rewind, SpawnRank
+from ttprun.protocol.process_orders import Action, KillRank, Rewind, SpawnRank
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
 from ttprun.recovery.job import NOBODY, WINDOW_S, FaultIdentity, FaultsTold, Incident, Job, JobPhase, Opening
@@ -54,7 +54,7 @@ class NoteUnusable(Action, frozen=True):
     is_refused: bool
 
 
-class Persist(ForRanks, frozen=True):
+class Persist(Action, frozen=True):
     """Write a checkpoint of the boundary at which all survivors are quiesced; the answer is StatePersisted.
 
     ranks     survivors; each writes a part of what they all hold. (): what shared memory keeps of it is written
@@ -62,6 +62,9 @@ class Persist(ForRanks, frozen=True):
     is_own    without ranks: what the rank that is alone keeps of itself is written, and no snapshot
     """
 
+    ranks: tuple[int, ...]
+    generation: int
+    boundary: int
     cause: str
     is_own: bool = False
 
