@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 import os
 import stat
 import sys
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ttprun import frameworks
 from ttprun.capture.data import loaders
-from ttprun.capture.position import disk_cache, loops, user_code
+from ttprun.capture.position import disk_cache, user_code
 from ttprun.capture.values import objects
 from ttprun.introspect import ownership
 from ttprun.rank.bootstrap import reset
@@ -103,97 +102,12 @@ def test_a_module_that_is_a_file_by_itself_mutes_no_other(tmp_path: Path) -> Non
     assert not ownership.has_muted_effects(str(folder / "other.py"))
 
 
-def kept_file(tmp_path: Path) -> Path:
-    (found,) = (tmp_path / "cache" / "ttprun" / "followed").iterdir()
-    return found
-
-
-def test_a_compiled_module_is_kept_for_the_next_process_with_its_loops(tmp_path: Path) -> None:
-    file = str(tmp_path / "trainer.py")
-    code = user_code.compile_named(LOOP.encode(), file)
-    made = {key: site.place for key, site in loops.sites.items() if site.filename == file}
-    loops.sites.clear()
-
-    again = user_code.compile_named(LOOP.encode(), file)
-
-    assert again is not code
-    assert again == code
-    assert {key: site.place for key, site in loops.sites.items()} == made
-    assert made.keys() == {f"{file}:2:4"}
-    assert kept_file(tmp_path).stat().st_mode & 0o777 == 0o600
-    assert kept_file(tmp_path).parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_module_that_has_changed_is_compiled_again_in_the_place_of_the_old_one(tmp_path: Path) -> None:
-    file = str(tmp_path / "trainer.py")
-    user_code.compile_named(LOOP.encode(), file)
-
-    scope: dict[str, Any] = {}
-    exec(user_code.compile_named(b"x = 7\n", file), scope)
-
-    assert scope["x"] == 7
-    assert kept_file(tmp_path).exists()
-
-
-def replace_by_evil(file: Path) -> None:
-    """What somebody would write who knew the format, but for what makes it theirs."""
-    content = file.read_bytes()
-    packed = marshal.dumps((compile("evil = True", "evil", "exec"), []))
-    file.write_bytes(content[:32] + disk_cache.hashlib.sha256(packed).digest() + packed)
-
-
-@pytest.mark.parametrize("what", ["readable by others", "a folder of others", "a link"])
-def test_what_somebody_else_could_have_written_is_not_run(
-    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = str(tmp_path / "trainer.py")
-    user_code.compile_named(LOOP.encode(), file)
-    kept = kept_file(tmp_path)
-    replace_by_evil(kept)
-    assert "evil" in user_code.compile_named(LOOP.encode(), file).co_names  # the format is understood here
-    if what == "readable by others":
-        kept.chmod(0o644)
-    elif what == "a folder of others":
-        kept.parent.chmod(0o770)
-    else:
-        kept.rename(tmp_path / "elsewhere")
-        kept.symlink_to(tmp_path / "elsewhere")
-
-    code = user_code.compile_named(LOOP.encode(), file)
-
-    assert "evil" not in code.co_names
-
-
 def test_what_belongs_to_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = os.stat(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: found.st_uid + 1)
 
     with pytest.raises(PermissionError):
         disk_cache._refuse_others(found, stat.S_ISDIR)
-
-
-@pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
-def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
-    file = str(tmp_path / "trainer.py")
-    code = user_code.compile_named(LOOP.encode(), file)
-    kept = kept_file(tmp_path)
-    whole = kept.read_bytes()
-    kept.write_bytes({"cut": whole[:-9], "garbage": whole[:64] + bytes(len(whole) - 64), "empty": b""}[damage])
-
-    assert user_code.compile_named(LOOP.encode(), file) == code
-    assert kept.read_bytes() == whole
-
-
-@pytest.mark.parametrize("home", ["", "relative", "/proc/nowhere"])
-def test_where_nothing_can_be_kept_each_process_compiles_by_itself(
-    tmp_path: Path, home: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", home)
-    monkeypatch.setenv("HOME", "/proc/nowhere")
-
-    code = user_code.compile_named(LOOP.encode(), str(tmp_path / "trainer.py"))
-
-    assert code.co_filename == str(tmp_path / "trainer.py")
 
 
 def test_what_a_framework_makes_in_its_steps_for_others_is_left_to_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:

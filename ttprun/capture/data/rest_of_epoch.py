@@ -65,26 +65,16 @@ def share(order: Sequence[int], used: int, rank: int, replicas: int, drops_last:
     return rest[rank::replicas]
 
 
-def batches(indices: Iterable[int], size: int, drops_last: bool) -> Iterator[list[int]]:
-    """Indices of samples, cut into batches.
-
-    size         samples of a batch, at least 1
-    drops_last   a smaller last batch is left out
-    """
-    iterator = iter(indices)
-    while batch := list(itertools.islice(iterator, size)):
-        if len(batch) == size or not drops_last:
-            yield batch
-
-
 def led_by_dummies(rest: Iterable[int], length: int, dummies: int, size: int, drops_last: bool) -> Iterator[list[int]]:
     """Dummy batches of any samples, which are not trained on, then the batches of what is left.
 
-    length   samples in the dataset
+    length       samples in the dataset
+    size         samples of a batch, at least 1
+    drops_last   a smaller last batch is left out
     """
     for number in range(dummies):
         yield [index % length for index in range(number * size, (number + 1) * size)]
-    yield from batches(rest, size, drops_last)
+    yield from BatchSampler(rest, size, drops_last)
 
 
 DISTRIBUTED, OWN = "distributed", "own"

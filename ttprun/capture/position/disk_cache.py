@@ -1,63 +1,23 @@
-"""Files that one run keeps for the next: compiled modules, and the places of training loops in packages.
+"""Files that one run keeps for the next: which files of packages have training loops.
 
-A large module is compiled with its loops followed only once. One file per module, in `ttprun/followed` of the user's
-cache folder ($XDG_CACHE_HOME, else ~/.cache). It holds code that will be run, so it is only read if folder and file
-belong to this user, and no one else may write to or read them. A file that does not match the source, this Python or
-this ttprun is replaced; if nothing can be kept, each process compiles by itself.
-
-A package's file in which a run has met a training loop is followed from the next run on (`note`). For each, a small
-file of JSON lies beside the compiled modules, and is trusted as little as those: it holds a path, and a digest of what
-the file held then. Another version of a package is met anew.
+A package's file in which a run has met one is followed from the next run on (`note`). For each there is a small file of
+JSON in `ttprun/followed` of the user's cache folder ($XDG_CACHE_HOME, else ~/.cache): a path, and a digest of what the
+file held then. Another version of a package is met anew. It is only read if folder and file belong to this user, and no
+one else may write to or read them; if nothing can be kept, nothing is followed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
-import marshal
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_DIGEST_BYTES = hashlib.sha256().digest_size
-Places = list[tuple[Any, ...]]  # of the loops: see loops.Extent
-
-
-class KeptCode:
-    """What is kept of one module.
-
-    source    of the module
-    filename  of the module; it is part of the code
-    how       the file that says how its loops are compiled
-    """
-
-    def __init__(self, source: bytes, filename: str, how: str) -> None:
-        self._name = (
-            hashlib.sha256(os.fsencode(filename)).hexdigest()[:32]
-            + f".{sys.implementation.cache_tag}-{sys.flags.optimize}"
-        )
-        self._key = hashlib.sha256(b"\0".join((_settings(how), os.fsencode(filename), source))).digest()
-
-    def read(self) -> tuple[CodeType, Places] | None:
-        """The code and its loops; None if it is not there, or not to be used."""
-        content = read(self._name) or b""
-        packed = content[2 * _DIGEST_BYTES :]
-        if content[: 2 * _DIGEST_BYTES] != self._key + hashlib.sha256(packed).digest():
-            return None
-        code, places = marshal.loads(packed)
-        return code, places
-
-    def write(self, code: CodeType, places: Places) -> None:
-        """Keep it, in the place of what was kept of this module; does nothing where that cannot be done."""
-        packed = marshal.dumps((code, places))
-        write(self._name, self._key + hashlib.sha256(packed).digest() + packed)
 
 
 def read(name: str) -> bytes | None:
@@ -111,14 +71,6 @@ def _opened_folder() -> Iterator[int]:
 def _refuse_others(status: os.stat_result, is_right: Any) -> None:
     if not is_right(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError("somebody else could have written it")
-
-
-def _settings(how: str) -> bytes:
-    """What else the code depends on: this Python, its options, and how loops are compiled."""
-    with open(how, "rb") as file:
-        ours = file.read()
-    options = f"{sys.version} {sorted(sys._xoptions)}".encode()
-    return importlib.util.MAGIC_NUMBER + options + hashlib.sha256(ours).digest()
 
 
 _ENDING = ".loop"

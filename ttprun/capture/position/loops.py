@@ -12,7 +12,7 @@ and in a generator into
 
     for x in (yield from __ttprun_owed__(__ttprun_loop__(KEY, __ttprun_enter__(KEY), EXPR))): ...
 
-KEY is "file:7:4", the loop's place, so that compiled code can be kept on disk. The script's variables stay as they are:
+KEY is "file:7:4", the loop's place, the same in every process. The script's variables stay as they are:
 the `for` alone holds the iterator that we return, so it dies with the loop, also at `break` and at an exception, and
 `_running` finds it by the frame that runs the loop. Code that torch.compile traces iterates over EXPR itself.
 
@@ -91,11 +91,6 @@ class Site:
         self.begun = 0
         self.has_steps = False
         self.is_outer = False
-
-    @property
-    def filename(self) -> str:
-        """The file of the loop."""
-        return self.key.rsplit(":", 2)[0]
 
     def note_step(self) -> None:
         """An optimizer step has been seen inside."""

@@ -2,8 +2,7 @@
 
 `_Finder` loads modules whose loops are followed (see ownership.py) before Python's own import does; `script_hook` loads
 the script itself when `python script.py` checks whether the script is a folder or a zip file with a `__main__` in it,
-the only hook that Python calls before it runs a script. Nothing is written to `__pycache__`; a framework's module,
-which is followed by its name, is kept compiled in a folder of ours (disk_cache.py).
+the only hook that Python calls before it runs a script. Nothing is written to `__pycache__`.
 
 A module sees the environment at the time of its import. The standby imports the same modules in the same order, so it
 must know between which imports the script has changed a variable: the finder of the user's modules is called at each
@@ -31,7 +30,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from ttprun.capture.position import disk_cache, loops
+from ttprun.capture.position import loops
 from ttprun.frameworks import DRAWING
 from ttprun.introspect import ownership, signal_handlers
 from ttprun.introspect.ownership import is_installed
@@ -182,21 +181,6 @@ def compile_followed(source: bytes, filename: str, is_script: bool = False) -> C
     return _compile(source, filename, is_script)
 
 
-def compile_named(source: bytes, filename: str) -> CodeType:
-    """Compile a module that is followed by its name: it is large, and equal in each run, so kept on disk."""
-    followed[filename] = source
-    kept = disk_cache.KeptCode(source, filename, how=__file__)
-    compiled = kept.read()
-    if compiled is not None:
-        code, places = compiled
-        for place in places:
-            loops.new_site(filename, loops.Extent(*place))
-        return code
-    code = _compile(source, filename, is_script=False)
-    kept.write(code, [tuple(site.place) for site in loops.sites.values() if site.filename == filename])
-    return code
-
-
 def prepare(filenames: Sequence[str]) -> None:
     """Compile modules of the user's beforehand; one that cannot be read or compiled is left to the script."""
     with warnings.catch_warnings():
@@ -239,26 +223,30 @@ _prepared: dict[str, tuple[bytes, CodeType]] = {}
 
 
 class FollowedLoader(importlib.machinery.SourceFileLoader):
-    """Loads a user's module with its loops followed, without bytecode files."""
+    """Loads a user's module with its loops followed, without bytecode files.
+
+    names   of the modules that loaders of this class have loaded
+    """
+
+    names = loaded
 
     @signal_handlers.gate
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        if fullname not in loaded:
-            loaded.append(fullname)
+        if fullname not in self.names:
+            self.names.append(fullname)
         return compile_followed(self.get_data(path), path, is_script=fullname == "__main__")
 
 
-class NamedLoader(importlib.machinery.SourceFileLoader):
+class NamedLoader(FollowedLoader):
     """Loads a module that is followed by its name."""
+
+    names = loaded_by_name
 
     @signal_handlers.gate
     def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        ownership.note_followed(fullname, path)
-        if fullname not in loaded_by_name:
-            loaded_by_name.append(fullname)
-        return compile_named(self.get_data(path), path)
+        ownership.note_followed(fullname, self.get_filename(fullname))
+        return super().get_code(fullname)
 
 
 class FollowedZip(zipimport.zipimporter):
@@ -289,7 +277,7 @@ class _Finder:
         spec = next(filter(None, (_ask(finder, fullname, path, target) for finder in finders)), None)
         if spec is None or not spec.origin:
             return None
-        if isinstance(spec.loader, FollowedLoader | NamedLoader | FollowedZip):
+        if isinstance(spec.loader, FollowedLoader | FollowedZip):
             return spec
         if fullname in ownership.LIBRARIES:
             ownership.note_library(fullname, spec.origin)
