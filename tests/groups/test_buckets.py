@@ -233,7 +233,7 @@ def be_given_a_nan(rank: int) -> tuple[int, str, int]:
     for _ in range(BEGINS_AT):
         training.step()
     if rank == 1:
-        stages.listener = strikes
+        stages.listeners.append(strikes)
         strikes.arm(1, parse_fault("nan:rank=1,phase=backward"))
     training.optimizer.zero_grad()
     seen: list[int] = []

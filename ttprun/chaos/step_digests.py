@@ -1,6 +1,6 @@
 """The chain of digests that each step of a rank leaves with --trace: a line of text a step, of 200 bytes at most.
 
-A tracer is the listener of `ttprun.introspect.stages`, and passes the moments on to the one before it. A step's line is
+A tracer is a listener of `ttprun.introspect.stages`. A step's line is
 written in one go, before the record that lets the others take the step: a rank that is killed later has left it, and of
 one that is killed earlier the replacement writes it. `chaos/trial/compare.py` reads the lines; its LINKS say what each
 letter stands for. Begin with `Tracer.reached`.
@@ -35,10 +35,10 @@ _PLAIN = (int, float, complex, str, bytes, bytearray, type(None), torch.dtype, t
 _tracer: Tracer | None = None
 
 
-def trace(path: str, rank: int, inner: Any) -> Tracer:
+def trace(path: str, rank: int) -> Tracer:
     """The listener of this process; see `Tracer`."""
     global _tracer
-    _tracer = Tracer(path, rank, inner)
+    _tracer = Tracer(path, rank)
     return _tracer
 
 
@@ -58,11 +58,10 @@ class Tracer:
     """The listener of a rank whose steps leave digests.
 
     path    of the trace; all ranks of the node append to it
-    inner   the listener that hears of the moments next; None: there is none
     """
 
-    def __init__(self, path: str, rank: int, inner: Any) -> None:
-        self._path, self._rank, self._inner = path, rank, inner
+    def __init__(self, path: str, rank: int) -> None:
+        self._path, self._rank = path, rank
         self._links: dict[str, str] = {}
         self._rolling: defaultdict[str, Any] = defaultdict(xxhash.xxh3_64)
         self._batches = self._losses = self._samples = 0
@@ -90,25 +89,19 @@ class Tracer:
         session = live()
         if session is not None and moment in ("before_step", "after_step", "exit"):
             self.note(session, moment)
-        if self._inner is not None:
-            self._inner.reached(moment)
 
     def reached_step_end(self) -> None:
-        """Optimizer.step is over."""
-        if self._inner is not None:
-            self._inner.reached_step_end()
+        """Optimizer.step is over; what it leaves is noted later."""
+
+    def connected(self, exchange: Any, connection: Any, group_name: str, rank: int) -> None:
+        """A process group has a new connection, which leaves nothing."""
 
     def reached_collective(self, op: str, inputs: Any) -> bool:
         """A collective is about to be issued; in a backward pass it is given what this rank alone has computed."""
         if live() is not None and torch._C._current_graph_task_id() != -1:
             with contextlib.suppress(Exception), Unseen():
                 feed(self._rolling["i"], [op, inputs])
-        return self._inner is not None and bool(self._inner.reached_collective(op, inputs))
-
-    def connected(self, *what: Any) -> None:
-        """A process group has a new connection."""
-        if self._inner is not None:
-            self._inner.connected(*what)
+        return False
 
     def _forget_step(self) -> None:
         self._links.clear()

@@ -14,13 +14,12 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ttprun.cli.control import ask_running
+from ttprun.cli.control import ask_running, wait_until
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.errors import ConfigError, counted, one_line, suggestion
 from ttprun.observe.console import SILENT_S, ProgressLine, format_bytes
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.run_view import load
-from ttprun.observe.status import CheckpointStatus
+from ttprun.observe.status import CheckpointStatus, RunStatus
 from ttprun.protocol.control_requests import SaveNow
 from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, Manifest, inspect, refusals, verify
 from ttprun.state.files import InvalidCheckpointError
@@ -109,7 +108,6 @@ app = typer.Typer(
     help="Save a running job; list, show and verify what a run has saved; export a model for load_state_dict.",
 )
 
-_LOOK_AGAIN_S = 0.05
 SaveDir = Annotated[
     str | None, typer.Option(help="Directory of the checkpoints; default: that of the newest run here.")
 ]
@@ -128,7 +126,7 @@ def checkpoint_now(
     """
     directory, answer = ask_running(run, SaveNow(), "the run cannot be saved now")
     with ProgressLine("writing a checkpoint", 0, lambda: 0):
-        written = wait_for_checkpoint(directory, answer.after)
+        written = wait_until(directory, lambda status: _newer(status, answer.after))
     if as_json:
         print(json.dumps(asdict(written)))
     elif written.path:
@@ -139,15 +137,9 @@ def checkpoint_now(
     return 0 if written.path and not written.reason else 1
 
 
-def wait_for_checkpoint(directory: RunDirectory, after: int) -> CheckpointStatus:
-    """The first checkpoint, or attempt at one, whose number is above `after`. Raises ConfigError if the run ends."""
-    while True:
-        status = load(directory)
-        if status.checkpoint is not None and status.checkpoint.number > after:
-            return status.checkpoint
-        if status.has_ended:
-            raise ConfigError(f"run {status.run_id} has ended without it ({status.reason})", "see 'ttprun status'")
-        time.sleep(_LOOK_AGAIN_S)
+def _newer(status: RunStatus, after: int) -> CheckpointStatus | None:
+    """The checkpoint, or attempt at one, if its number is above `after`."""
+    return status.checkpoint if status.checkpoint is not None and status.checkpoint.number > after else None
 
 
 @app.command("list")

@@ -9,10 +9,10 @@ import dataclasses
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Annotated, get_args
+from typing import Annotated, TypeVar, get_args
 
 import typer
 from msgspec import structs
@@ -46,6 +46,7 @@ from ttprun.protocol.control_requests import (
     TakeStacks,
 )
 
+T = TypeVar("T")
 ANSWER_LIMIT_S = 10.0
 _REPLIES = {kind.__name__: kind for kind in get_args(Reply)}
 
@@ -239,7 +240,7 @@ def _change(request: MoveRanks | DrainNode, run: str | None, anyway: bool, as_js
             time.sleep(_LOOK_AGAIN_S)
     directory, answer = ask_running(str(directory.path), request, "not begun")
     with ProgressLine(what, 0, lambda: 0):
-        incident = _wait_for_incident(directory, answer.after)
+        incident = wait_until(directory, lambda status: _first_over(status, answer.after))
     if as_json:
         print(json.dumps(dataclasses.asdict(incident)))
     else:
@@ -249,15 +250,19 @@ def _change(request: MoveRanks | DrainNode, run: str | None, anyway: bool, as_js
     return 0 if is_done else 1
 
 
-def _wait_for_incident(directory: RunDirectory, after: int) -> IncidentStatus:
-    """The first incident above this number, when it is over. Raises ConfigError if the run ends before."""
+def _first_over(status: RunStatus, after: int) -> IncidentStatus | None:
+    """The first incident above this number, when it is over."""
+    return next((one for one in status.incidents if one.id > after and one.outcome != "open"), None)
+
+
+def wait_until(directory: RunDirectory, found_in: Callable[[RunStatus], T | None]) -> T:
+    """What is found in a run's status, once there is something. Raises ConfigError if the run ends before."""
     while True:
         status = load(directory)
-        over = [one for one in status.incidents if one.id > after and one.outcome != "open"]
-        if over:
-            return over[0]
+        if (found := found_in(status)) is not None:
+            return found
         if status.has_ended:
-            raise ConfigError(f"run {status.run_id} has ended meanwhile ({status.reason})", "see 'ttprun status'")
+            raise ConfigError(f"run {status.run_id} has ended without it ({status.reason})", "see 'ttprun status'")
         time.sleep(_LOOK_AGAIN_S)
 
 

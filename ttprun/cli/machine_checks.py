@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from ttprun.protocol.board import Board, Field
+from ttprun.state.cost_limits import in_words
 
 Level = Literal["ok", "note", "fails"]
 
@@ -124,7 +125,7 @@ def limits() -> Iterator[Finding]:
     shared = shutil.disk_usage("/dev/shm").total
     means = "DataLoader workers may be ended by SIGBUS when they pass large batches"
     cure = "docker run --shm-size=8g, or --ipc=host"
-    yield judged("limits", "/dev/shm", _size(shared), shared >= ENOUGH_SHARED_BYTES, means, cure)
+    yield judged("limits", "/dev/shm", in_words(shared), shared >= ENOUGH_SHARED_BYTES, means, cure)
 
 
 def _memory() -> Iterator[Finding]:
@@ -133,7 +134,7 @@ def _memory() -> Iterator[Finding]:
         with contextlib.suppress(OSError, ValueError):
             total = min(total, int(path.read_text()))
     cores = len(os.sched_getaffinity(0))
-    yield Finding("limits", "memory", f"{_size(total)}, {cores} cores")
+    yield Finding("limits", "memory", f"{in_words(total)}, {cores} cores")
 
 
 def network() -> Iterator[Finding]:
@@ -192,7 +193,7 @@ def files() -> Iterator[Finding]:
     else:
         yield Finding("files", "this directory", os.getcwd())
     free, means = shutil.disk_usage(".").free, "events and logs may not be written"
-    yield judged("files", "free disk", _size(free), free >= ENOUGH_DISK_BYTES, means, cure)
+    yield judged("files", "free disk", in_words(free), free >= ENOUGH_DISK_BYTES, means, cure)
 
 
 def signals() -> Iterator[Finding]:
@@ -207,15 +208,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (kernel, signals, stacks, 
 
 
 def _describe(value: int, unit: str = "") -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else _size(value) if unit else str(value)
-
-
-def _size(value: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
+    return "unlimited" if value == resource.RLIM_INFINITY else in_words(value) if unit else str(value)
 
 
 def _why(error: BaseException) -> str:

@@ -103,7 +103,7 @@ def _announce(call: Call) -> None:
     call.is_apart = is_apart = not group.threads.is_of_main and group.threads.look(entry)
     if is_apart:
         return
-    if stages.listener is not None:
+    if stages.listeners:
         given = () if call.inputs_at is None else entry.args[call.inputs_at]
         call.is_skipped = stages.reached_collective(entry.op, given)
     if not call.is_skipped:
@@ -216,7 +216,7 @@ def _look(call: Call) -> None:
     """Look for NaN in the inputs, if that stops the job."""
     if call.is_kept and call.session.options.nan_limit_s is not None:
         call.group.buckets.look_for_nan(call.entry)
-    if stages.listener is not None and not call.is_apart:
+    if stages.listeners and not call.is_apart:
         stages.reached("collective")
 
 

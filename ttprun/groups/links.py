@@ -126,8 +126,8 @@ class Links:
         connects_now = given is not None or self._was_used or not self._session.mode.is_live
         member = dataclasses.replace(self.member, generation=generation, device=device, connects_now=connects_now)
         made = {name: TRANSPORTS[name].make(member) for name in dict.fromkeys(self.backends.values())}
-        if stages.listener is not None and isinstance(made.get("gloo"), Connection):
-            stages.listener.connected(member.exchange, made["gloo"], member.name, member.rank)
+        for listener in stages.listeners if isinstance(made.get("gloo"), Connection) else ():
+            listener.connected(member.exchange, made["gloo"], member.name, member.rank)
         with self._session[Journal].lock:
             self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
             self.member = member

@@ -1,10 +1,10 @@
-"""A step, a collective and a recovery, part by part: tables of stages, and moments that a listener is told of.
+"""A step, a collective and a recovery, part by part: tables of stages, and moments that listeners are told of.
 
 A stage has a name, a function, and why it stands where it stands. The order is the table's: tests/rank/test_stages.py
 says what goes wrong if two are exchanged.
 
-Fault injection is a listener (`ttprun.chaos.strikes`). Without one a moment costs one comparison. Begin with `Stage`
-and `reached`.
+Fault injection is a listener (`ttprun.chaos.strikes`). Without one a moment costs one look at an empty list. Begin
+with `Stage` and `reached`.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ class Listener(Protocol):
         """
 
 
-listener: Listener | None = None
+listeners: list[Listener] = []
 
 
 def reached(moment: str) -> None:
-    """Report a moment to the listener."""
-    if listener is not None:
+    """Report a moment to the listeners."""
+    for listener in listeners:
         listener.reached(moment)
 
 
 def reached_step_end() -> None:
-    """Report the end of Optimizer.step to the listener."""
-    if listener is not None:
+    """Report the end of Optimizer.step to the listeners."""
+    for listener in listeners:
         listener.reached_step_end()
 
 
 def reached_collective(op: str, inputs: Any) -> bool:
-    """Report a collective to the listener; returns whether this rank is to skip it."""
-    return listener is not None and listener.reached_collective(op, inputs)
+    """Report a collective to the listeners; returns whether this rank is to skip it."""
+    return any(listener.reached_collective(op, inputs) for listener in listeners)

@@ -216,11 +216,17 @@ def receive_part(sock: socket.socket, fd: int, at: int, size_bytes: int) -> bool
 
 
 def receive_exactly(sock: socket.socket, size_bytes: int) -> bytes:
-    """So few bytes that they fit into memory. Raises ConnectionResetError if the connection ends before, OSError."""
-    received = bytearray()
-    while len(received) < size_bytes:
-        came = sock.recv(size_bytes - len(received))
+    """So few bytes that they fit into memory. Raises as `receive_into`."""
+    received = bytearray(size_bytes)
+    receive_into(sock, memoryview(received))
+    return bytes(received)
+
+
+def receive_into(sock: socket.socket, view: memoryview) -> None:
+    """Fill the memory with what comes. Raises ConnectionResetError if the connection ends before, OSError."""
+    got = 0
+    while got < len(view):
+        came = sock.recv_into(view[got:])
         if not came:
             raise ConnectionResetError("the connection has ended before all had come")
-        received += came
-    return bytes(received)
+        got += came

@@ -26,6 +26,7 @@ from ttprun.introspect import model_tensors, stages
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.model_tensors import shown_to
 from ttprun.introspect.tensor_bytes import bytes_of, plain, unseen
+from ttprun.protocol.channel import receive_exactly, receive_into
 from ttprun.protocol.reason import Reason
 from ttprun.tensors import sharded
 from ttprun.tensors.memory import Memory, free_bytes
@@ -131,7 +132,7 @@ class OverNodes:
     def admits(self, connection: socket.socket) -> bool:
         """Who sends the token first."""
         try:
-            return hmac.compare_digest(exactly(connection, _TOKEN_BYTES), self._token)
+            return hmac.compare_digest(receive_exactly(connection, _TOKEN_BYTES), self._token)
         except OSError:
             return False
 
@@ -145,23 +146,6 @@ class OverNodes:
 
 
 MeetingPlace = InDirectory | OverNodes
-
-
-def exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes. Raises ConnectionError if there are no more, OSError."""
-    raw = bytearray(size)
-    receive_into(connection, memoryview(raw))
-    return bytes(raw)
-
-
-def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill the memory with what comes. Raises ConnectionError if there is too little, OSError."""
-    got = 0
-    while got < len(view):
-        received = connection.recv_into(view[got:])
-        if not received:
-            raise ConnectionError("the source of the state has closed the connection")
-        got += received
 
 
 _LENGTH = struct.Struct("<q")
@@ -228,7 +212,7 @@ class _Ring:
         self._turn, self._at = (self._turn + 1) % _SLOTS, 0
 
     def _await_reader(self) -> None:
-        exactly(self._connection, 1)
+        receive_exactly(self._connection, 1)
         self._unread -= 1
 
     @unseen
@@ -254,7 +238,7 @@ class _Ring:
     def _next(self) -> None:
         """Wait for the next slot."""
         self.end_slot()
-        (self._in_slot,) = _LENGTH.unpack(exactly(self._connection, _LENGTH.size))
+        (self._in_slot,) = _LENGTH.unpack(receive_exactly(self._connection, _LENGTH.size))
         if not 0 < self._in_slot <= self._slot_bytes:
             raise ConnectionError(f"the source of the state has put {self._in_slot} bytes into {self._slot_bytes}")
 
@@ -396,8 +380,8 @@ def take_gradients(
     gradients = _gradients_of(optimizer)
     with place.connect(time.monotonic() + limit_s, check) as connection:
         connection.settimeout(limit_s)
-        (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
-        theirs = msgpack.unpackb(exactly(connection, size))
+        (size,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
+        theirs = msgpack.unpackb(receive_exactly(connection, size))
         mine = [_form_of(gradient) for gradient in gradients]
         if mine != theirs:
             raise NotRepairableError(
@@ -454,8 +438,8 @@ def fetch(place: MeetingPlace, limit_s: float, check: Callable[[], None]) -> str
 
 
 def _receive(connection: socket.socket, limit_s: float) -> None:
-    (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
-    header, places, sent = msgpack.unpackb(exactly(connection, size))
+    (size,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
+    header, places, sent = msgpack.unpackb(receive_exactly(connection, size))
     with _way_of(connection, limit_s) as fill_part:
         stages.reached("transfer")
         take_over_parts(header, places, "the source's is", fill_part)

@@ -181,6 +181,8 @@ class Requests:
 
     def answer(self, request: Request) -> Reply:
         """The reply to a request. Raises ValueError if it cannot be carried out."""
+        if self.node.verdict is not None:
+            return Rejected("the run has ended")
         match request:
             case InjectFault(fault=fault):
                 return self._inject_fault(fault)
@@ -200,8 +202,6 @@ class Requests:
     def _inject_fault(self, fault: str) -> Reply:
         if not self.node.config.allow_faults:
             return Rejected("this run was started without --allow-faults")
-        if self.node.verdict is not None:
-            return Rejected("the run has ended")
         if self.inject is None:
             raise ValueError("the ranks have not been started yet")
         return Accepted(self.inject(parse_fault(fault)))
@@ -278,8 +278,6 @@ class Requests:
 
     def _take_stacks(self) -> Reply:
         """Have the stacks of this node's ranks written."""
-        if self.node.verdict is not None:
-            return Rejected("the run has ended")
         before = self.stack_reports
         self.stack_reports += 1
         if self.eyes is not None:
@@ -291,7 +289,5 @@ class Requests:
     def _call_back(self) -> Reply:
         """Have the ranks that are away train again."""
         ranks = ", ".join(map(str, self.node.job.away))
-        if self.node.verdict is not None:
-            return Rejected("the run has ended")
         why_not = "no rank is away" if self.repairs is None else self.repairs.call_back("ttprun recall")
         return Rejected(why_not) if why_not else Accepted(f"rank {ranks} called back")

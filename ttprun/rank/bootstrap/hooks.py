@@ -69,10 +69,10 @@ def install(presence: Presence) -> None:
         presence.channel.send(from_rank.Note(note))
     leave_in_children()
     if options.allow_faults:
-        stages.listener = strikes.observer_for(presence.welcome.rank) or strikes
+        stages.listeners.append(strikes.observer_for(presence.welcome.rank) or strikes)
         strikes.begin(presence.welcome.faults, presence.channel)
     if options.trace:
-        stages.listener = step_digests.trace(options.trace, presence.welcome.rank, stages.listener)
+        stages.listeners.insert(0, step_digests.trace(options.trace, presence.welcome.rank))
 
 
 def begin_run(presence: Presence, is_replacement: bool) -> None:

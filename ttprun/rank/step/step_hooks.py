@@ -176,7 +176,7 @@ class _Step:
 
 
 def _strike(_: _Step) -> None:
-    if stages.listener is not None:  # a fault at a random moment hardly ever comes just before the notes have
+    if stages.listeners:  # a fault at a random moment hardly ever comes just before the notes have
         device_link.stop_looking(_NOTES_LIMIT_S)
     stages.reached("before_step")
 
