@@ -205,7 +205,6 @@ WIDE = {
     ("capture", "introspect"): 92,
     ("rank", "introspect"): 61,  # nine of them are what it knows of itself, which was its own before
     ("rank", "tensors"): 57,
-    ("rank", "groups"): 41,
     ("mindio", "protocol"): 49,  # half of them are the messages of its own callbacks
 }
 

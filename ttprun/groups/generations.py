@@ -229,7 +229,7 @@ def _is_at_gate(frame: FrameType | None) -> bool:
     return False
 
 
-LOOK_AGAIN_S = 0.05
+_LOOK_AGAIN_S = 0.05
 LET_FINISH_S = 0.05  # time for operations between living ranks to end by themselves
 LOCK_LIMIT_S = 1.0  # in which an operation is issued
 STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
@@ -364,7 +364,7 @@ def complete(member: Rank, check_overtaken: Callable[[], None]) -> None:
     for entry, inner in member[Journal].issued_again:
         if entry.is_carried:  # a thread that no replay starts once more would be waited for without end
             continue
-        while not has_ended(inner, LOOK_AGAIN_S):
+        while not has_ended(inner, _LOOK_AGAIN_S):
             check_overtaken()
         inner.wait()
         entry.group.complete(entry, inner)

@@ -241,7 +241,7 @@ class Recovery:
         """Whether a newer generation begins within REPORT_AFTER_S, as the agent has noticed the fault itself."""
         give_up_at_s = time.monotonic() + REPORT_AFTER_S
         while self._newest_generation <= generation and time.monotonic() < give_up_at_s:
-            time.sleep(generations.LOOK_AGAIN_S)
+            time.sleep(recovery_orders.LOOK_AGAIN_S)
         return self._newest_generation > generation
 
     def _check_overtaken(self) -> None:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from ttprun.device import accelerator
 from ttprun.groups import generations, thread_collectives
 from ttprun.groups.connection import Exchange
-from ttprun.groups.generations import LOOK_AGAIN_S
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import fail_open, signal_handlers, stages
@@ -38,6 +37,7 @@ from ttprun.tensors import mirror, mirror_slots, replicated, sharded, shares, st
 #
 # What is done, in which order and why: STAGES. Begin with `freeze`.
 
+LOOK_AGAIN_S = 0.05
 COLLECTIVE_STEP_S = 5.0  # within which a collective step ends, if no rank is lost
 
 
@@ -184,7 +184,6 @@ def settle(session: Rank, order: to_rank.Freeze, check_overtaken: Callable[[], N
 #
 # One function for each order of the agent (`protocol/to_rank.py`); begin with `send_state`.
 
-_LOOK_AGAIN_S = 0.05
 _REST_LIMIT_S = 2.0
 IN_STEP = Reason(
     "state-of-one-rank",
@@ -243,7 +242,7 @@ def _await_step(
         check_overtaken()
         if time.monotonic() > end_s:
             raise TimeoutError(f"it has not come to optimizer step {order.boundary} within {order.limit_s:.0f} s")
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(LOOK_AGAIN_S)
     stages.reached("gradients")
     accelerator.synchronize()
     return optimizer
