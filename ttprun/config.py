@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ttprun.chaos.injected_faults import parse_fault
 from ttprun.device.device_errors import check_additions
 from ttprun.errors import suggestion
 from ttprun.observe.console import LogFormat
@@ -274,6 +273,10 @@ class Config(BaseModel):
     @field_validator("faults")
     @classmethod
     def _faults_can_be_read(cls, faults: list[str]) -> list[str]:
+        if not faults:
+            return faults
+        from ttprun.chaos.injected_faults import parse_fault  # a companion
+
         return [str(parse_fault(fault)) for fault in faults]
 
     @field_validator("snapshot_every", "http", "on_event", "device_errors")

@@ -15,7 +15,7 @@ import pytest
 
 from tests.agent.nodes import NothingFails, part
 from ttprun import recovery
-from ttprun.agent.base.ground import Failure, FirstFailure
+from ttprun.agent.base.ground import Failure, FaultInjection, FirstFailure
 from ttprun.agent.base.peers import Peers
 from ttprun.agent.between.agent import Follower
 from ttprun.agent.lead.comparisons import Comparisons
@@ -100,12 +100,6 @@ class FakeNode(Lead):
     def log(self, event: str, **fields: object) -> None: ...
 
 
-class NoFaults:
-    """None is ordered."""
-
-    def greeted(self, slot: Row) -> None: ...
-
-
 @pytest.fixture
 def node(tmp_path: Path) -> FakeNode:
     return FakeNode(tmp_path)
@@ -117,7 +111,7 @@ def reports(node: FakeNode) -> Reports:
     nobody: Any = None
     times: Any = SimpleNamespace(is_off=True, most_lost="at most some 2 s of work")
     comparisons = Comparisons(node, node.wire(), times, nobody)  # type: ignore[arg-type]
-    parts = {"comparisons": comparisons, "injections": NoFaults(), "protection": Protection(node, set())}  # type: ignore[arg-type]
+    parts = {"comparisons": comparisons, "injections": FaultInjection(), "protection": Protection(node, set())}  # type: ignore[arg-type]
     found = part(Reports, node, wire=node.wire(), **parts)
     hold(found, node, 1, "aaa")
     for handler in node.handlers:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ttprun.agent.base.ground import FaultInjection
 from ttprun.agent.node.rank_processes import kill_session
 from ttprun.chaos.injected_faults import (
     AGENT_KINDS,
@@ -62,13 +63,13 @@ class FaultSchedule:
     left: Iterator[PlannedStrike]
 
 
-class Injections:
+class Injections(FaultInjection):
     """Carries out the orders for the ranks of a node."""
 
     def __init__(self, node: Agent, standbys: Standbys) -> None:
         self._node = node
         self._standbys = standbys
-        self._from_config = [parse_fault(text) for text in node.config.faults]
+        self._from_config = node.config.faults
         self._numbers = itertools.count(1)
         self._order_numbers = itertools.count(1)
         self._armed: dict[int, tuple[Fault, FaultSchedule]] = {}
@@ -82,11 +83,19 @@ class Injections:
             try:
                 self.order(fault, "configuration")
             except ValueError as error:
-                self._node.log("fault_failed", number=None, rank=fault.rank, fault=str(fault), reason=str(error))
+                rank = parse_fault(fault).rank
+                self._node.log("fault_failed", number=None, rank=rank, fault=fault, reason=str(error))
         self._from_config = []
 
-    def order(self, fault: Fault, by: str) -> str:
+    def check(self, fault: str) -> None:
+        """Raise ValueError if nothing is called so."""
+        parse_fault(fault)
+
+    def order(self, fault: str, by: str) -> str:
         """Take an order; returns the answer for the user. Raises ValueError if it cannot be carried out."""
+        return self._order(parse_fault(fault), by)
+
+    def _order(self, fault: Fault, by: str) -> str:
         self._check(fault)
         now, coming = time.monotonic(), strikes(fault, len(self._node.slots), self._running_step())
         order = FaultSchedule(next(self._order_numbers), fault, now, coming)

@@ -30,7 +30,6 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-from ttprun.chaos.injected_faults import parse_fault
 from ttprun.cli.command_line import SCRIPT, RunParser, for_another_interpreter
 from ttprun.cli.main import COMMANDS
 from ttprun.config import Config
@@ -250,6 +249,8 @@ def check_launch(launch: LaunchConfig, config: Config) -> None:
         raise ConfigError(f"--nproc-per-node: {launch.nproc_per_node} ranks", "give 1 or more")
     world_size = launch.nproc_per_node * launch.max_nodes
     for text in config.faults:
+        from ttprun.chaos.injected_faults import parse_fault  # a companion
+
         fault = parse_fault(text)
         if any(rank is not None and rank >= world_size for rank in (fault.rank, fault.peer)):
             raise ConfigError(f"fault '{text}': there is no such rank", f"use ranks 0 to {world_size - 1}")

@@ -60,6 +60,49 @@ class Slot:
     lost_boundary: int = 0
 
 
+class FaultInjection:
+    """Faults on purpose: none here. A run that allows them has `ttprun.chaos.injections.Injections`, a companion."""
+
+    def begin(self) -> None:
+        """The ranks of the first group have been started."""
+
+    def order(self, fault: str, by: str) -> str:
+        """Take an order; returns the answer for the user. Raises ValueError if it cannot be carried out."""
+        raise ValueError("this run was started without --allow-faults")
+
+    def check(self, fault: str) -> None:
+        """Raise ValueError if nothing is called so."""
+
+    def waiting_in(self, rank: int) -> list[Any]:
+        """The faults for a process of that rank when it starts."""
+        return []
+
+    def greeted(self, slot: Any) -> None:
+        """A process reads messages now."""
+
+    def forked(self, slot: Any) -> None:
+        """A replacement has been started, and has not said a word yet."""
+
+    def answered(self) -> None:
+        """The ranks know of the job's end."""
+
+    def next_timer_s(self) -> float | None:
+        """The next time for `pass_time`, in monotonic seconds."""
+        return None
+
+    def pass_time(self) -> None:
+        """Carry out what is due."""
+
+    def struck(self, slot: Any, message: Any) -> None:
+        """A rank reports that a fault has struck it."""
+
+    def failed(self, slot: Any, message: Any) -> None:
+        """A rank reports that it could not cause a fault."""
+
+    def strike_here(self, strike: Any) -> None:
+        """Have a fault strike this node."""
+
+
 class Ground:
     """What all parts of one agent share.
 

@@ -29,7 +29,6 @@ from ttprun.agent.lead.schedules import QuiesceSchedule
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.node_agent import NodeEyes
 from ttprun.agent.node.standbys import Standbys
-from ttprun.chaos.injected_faults import Fault, parse_fault
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import Refused, decode_fields, encode
@@ -173,7 +172,7 @@ class Requests:
     quiesce_schedule: QuiesceSchedule
     standbys: Standbys
     stack_reports: int = 0
-    inject: Callable[[Fault], str] | None = None
+    inject: Callable[[str], str] | None = None
     eyes: NodeEyes | None = None
     repairs: Repairs | None = None
     leader: Leader | None = None
@@ -204,7 +203,7 @@ class Requests:
             return Rejected("this run was started without --allow-faults")
         if self.inject is None:
             raise ValueError("the ranks have not been started yet")
-        return Accepted(self.inject(parse_fault(fault)))
+        return Accepted(self.inject(fault))
 
     def _checkpoint_now(self) -> Reply:
         """Have a checkpoint written, at a boundary from which a run can resume if one comes soon."""

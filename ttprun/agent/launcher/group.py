@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ttprun import recovery
+from ttprun.agent.base.ground import FaultInjection
 from ttprun.agent.between.agent import Agent, Follower
 from ttprun.agent.between.succession import Succession
 from ttprun.agent.launcher.control_socket import Requests
@@ -35,8 +36,6 @@ from ttprun.agent.node.process_watch import ProcessWatch, UnhookedRanks
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
 from ttprun.agent.node.state_copies import Memory
 from ttprun.agent.node.step_again import Again
-from ttprun.chaos.injected_faults import Fault
-from ttprun.chaos.injections import Injections
 from ttprun.protocol import node_messages
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reason import Reason
@@ -81,7 +80,11 @@ class Run:
         )
         self.standby_watch = StandbyWatch(node, self.standbys)
         self.quiesce_schedule = QuiesceSchedule(node)
-        self.injections = Injections(node, self.standbys)
+        self.injections = FaultInjection()
+        if node.config.allow_faults:
+            from ttprun.chaos.injections import Injections  # a companion, which may be missing otherwise
+
+            self.injections = Injections(node, self.standbys)
         self.incidents = Incidents(node)
         self.times = SnapshotTimes(node)
         self.checkpoint_writer = CheckpointWriter(node, store, resumption)
@@ -225,10 +228,11 @@ class Group:
         self.watch_peers()
         on_lead()
 
-    def inject(self, fault: Fault) -> str:
+    def inject(self, fault: str) -> str:
         """A fault is asked for; returns the answer for the user. Raises ValueError if it cannot be carried out."""
         if self._node.peers.is_follower:
-            self.report(node_messages.FaultAsked(str(fault)))
+            self._run.injections.check(fault)
+            self.report(node_messages.FaultAsked(fault))
             return f"ordered from {self._node.peers.leaders_name}, whose event log says what has come of it"
         return self._run.injections.order(fault, "inject-fault")
 

@@ -33,7 +33,6 @@ from ttprun.agent.lead.repairs import Repairs, Rewinds
 from ttprun.agent.lead.reports import Reports
 from ttprun.agent.lead.rows import Lead, Row, Wire
 from ttprun.agent.lead.schedules import QuiesceSchedule
-from ttprun.chaos.injected_faults import parse_fault
 from ttprun.protocol import meeting, node_messages, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.codec import Refused
@@ -246,7 +245,7 @@ class Leader:
         try:
             if not self.node.config.allow_faults:
                 raise ValueError("the run was started without --allow-faults on the node whose agent leads")
-            self.reports.injections.order(parse_fault(fault), f"inject-fault on {self.node.peers.name_of(number)}")
+            self.reports.injections.order(fault, f"inject-fault on {self.node.peers.name_of(number)}")
         except ValueError as error:
             self.node.log("fault_failed", number=None, fault=fault, reason=str(error))
             logger.warning("the fault %s, ordered on %s, is refused: %s", fault, self.node.peers.name_of(number), error)

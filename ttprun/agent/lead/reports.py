@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.base.ground import Failure
+from ttprun.agent.base.ground import Failure, FaultInjection
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.hang_detector import HangDetector
@@ -19,7 +19,6 @@ from ttprun.agent.lead.incidents import Incidents, Protection
 from ttprun.agent.lead.repairs import Repairs
 from ttprun.agent.lead.rows import Lead, Row, Wire
 from ttprun.agent.lead.snapshots import Snapshots
-from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, mindio, node_messages
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
@@ -106,7 +105,7 @@ class Reports:
     comparisons: Comparisons
     checkpoints: Checkpoints
     incidents: Incidents
-    injections: Injections
+    injections: FaultInjection
     hang_detector: HangDetector
     protection: Protection
     repairs: Repairs

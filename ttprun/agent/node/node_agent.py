@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import structs
 
 from ttprun.agent.base import life_signs, stack_dumps
+from ttprun.agent.base.ground import FaultInjection
 from ttprun.agent.base.loop import unwatch
 from ttprun.agent.base.stored_states import NO_RECORD, UNUSABLE, Stored, open_checkpoint
 from ttprun.agent.node.mirrors import Mirrors
@@ -26,7 +27,6 @@ from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, comman
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
 from ttprun.agent.node.state_copies import Memory, why_not_alike
 from ttprun.agent.node.step_again import Again
-from ttprun.chaos.injections import Injections
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RankStack, StackReport, replace_file
 from ttprun.protocol import channel, from_rank, node_messages, process_orders, to_rank
@@ -73,7 +73,7 @@ class NodeAgent:
     """
 
     node: Node
-    injections: Injections
+    injections: FaultInjection
     mirrors: Mirrors
     memory: Memory
     standbys: Standbys

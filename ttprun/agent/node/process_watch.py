@@ -24,6 +24,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from ttprun.agent.base import life_signs
+from ttprun.agent.base.ground import FaultInjection
 from ttprun.agent.base.life_signs import Causes
 from ttprun.agent.base.loop import unwatch
 from ttprun.agent.base.stored_states import path_of
@@ -38,7 +39,6 @@ from ttprun.agent.node.rank_processes import (
 )
 from ttprun.agent.node.standbys import PART, StandbyWatch
 from ttprun.agent.node.state_copies import Memory
-from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, standby_messages, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Message
@@ -61,7 +61,7 @@ class ProcessWatch:
     _node: Node
     _memory: Memory
     _mirrors: Mirrors
-    _injections: Injections
+    _injections: FaultInjection
     _unseen: UnhookedRanks
     _standby_watch: StandbyWatch
     _causes: Causes = field(default_factory=Causes)

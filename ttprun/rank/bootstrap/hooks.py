@@ -18,7 +18,6 @@ from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import made_inside
 from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.recorder import Recorder
-from ttprun.chaos import step_digests, strikes
 from ttprun.groups import group_making
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
@@ -69,9 +68,13 @@ def install(presence: Presence) -> None:
         presence.channel.send(from_rank.Note(note))
     leave_in_children()
     if options.allow_faults:
+        from ttprun.chaos import strikes  # a companion, as the next one
+
         stages.listeners.append(strikes.observer_for(presence.welcome.rank) or strikes)
         strikes.begin(presence.welcome.faults, presence.channel)
     if options.trace:
+        from ttprun.chaos import step_digests
+
         stages.listeners.insert(0, step_digests.trace(options.trace, presence.welcome.rank))
 
 
@@ -106,7 +109,10 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             recovery_orders.expect(session, order)
             recovery_orders.note_agreed(session, order)  # before it issues anything
             Proof.begin(session, boundary)
-    step_digests.begin_run()
+    if session.options.trace:
+        from ttprun.chaos import step_digests
+
+        step_digests.begin_run()
     listen(presence, session, Recovery(session))
 
 
@@ -154,7 +160,12 @@ def listen(presence: Presence, session: Rank, recovery: Recovery) -> None:
     """The agent's messages are for this run from now on."""
     session.recovery = recovery
     recovery.start()
-    presence.hand_over(strikes.taken_from(recovery.take, presence.channel), recovery.begin_in)
+    take: Any = recovery.take
+    if session.options.allow_faults:
+        from ttprun.chaos import strikes
+
+        take = strikes.taken_from(take, presence.channel)
+    presence.hand_over(take, recovery.begin_in)
     session.touch(Phase.SETUP)
     presence.channel.send(from_rank.RankProtected())
 

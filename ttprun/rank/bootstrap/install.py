@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any
 from ttprun import text_hashes
 from ttprun.capture import effects
 from ttprun.capture.position import user_code
-from ttprun.chaos import damage
-from ttprun.chaos.injected_faults import parse_fault
 from ttprun.device.device_errors import DeviceFault, Diagnosis, causes_of, in_one_line
 from ttprun.introspect import children, current_rank, signal_handlers
 from ttprun.introspect.fail_open import session_now
@@ -145,6 +143,11 @@ def _report_unhooked() -> None:
 
 def strike_at_start(welcome: to_rank.Welcome) -> None:
     """Cause the injected faults of phase "start"; those of other phases wait for their hooks."""
+    if not welcome.faults:
+        return
+    from ttprun.chaos import damage  # a companion
+    from ttprun.chaos.injected_faults import parse_fault
+
     for ordered in welcome.faults:
         fault = parse_fault(ordered.fault)
         if fault.phase == "start" and _presence is not None:
@@ -380,9 +383,9 @@ def _finish_well(session: Rank | None) -> None:
 
     try:
         stages.reached("exit")
-    except damage.InjectedFaultError as error:  # nothing above us would turn it into an exit code
+    except RuntimeError as error:  # an injected one: nothing above us would turn it into an exit code
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # as if not caught
-        os._exit(damage.EXIT_CODE)
+        os._exit(1)
     if session is not None:
         if session.keeper is not None:
             session.keeper.write()

@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Callable
 
-from ttprun.chaos import damage
 from ttprun.device.device_errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, is_out_of_memory
 from ttprun.introspect.fail_open import session_now
 from ttprun.protocol import from_rank, mindio, to_rank
@@ -119,6 +118,8 @@ class Presence:
                 self.order = message
                 self.may_start.set()
             case to_rank.FaultDone():
+                from ttprun.chaos import damage  # a companion
+
                 damage.done_by_agent()
             case _:
                 self._early.append(message)
