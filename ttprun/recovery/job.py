@@ -392,11 +392,6 @@ def fresh_members(settings: Settings) -> Members:
     return Members.of(Member(rank=rank) for rank in range(settings.world_size))
 
 
-def name_ranks(ranks: tuple[int, ...]) -> str:
-    """ "rank 2", or "ranks 0, 3"."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(str(rank) for rank in ranks)}"
-
-
 def known_of(job: Job, why_no_checkpoints: str) -> Known:
     """What another leader would have to know of a job, beside what its ranks report."""
     replicas = job.replicas

@@ -19,6 +19,11 @@ from ttprun.recovery.replicas import UNKNOWN, Judgement, Layouts, Replicas, Rows
 from ttprun.recovery.shards import ReplicaGroup
 
 
+def name_ranks(ranks: tuple[int, ...]) -> str:
+    """ "rank 2", or "ranks 0, 3"."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
+
 class RankHung(LivingRankLost, frozen=True, kw_only=True):
     """A rank's process is there, but does not get on while others wait for it. It is killed, and then lost.
 
@@ -103,9 +108,7 @@ class NodeLost(Event, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """The fault for an operator."""
-        ranks = ", ".join(map(str, self.ranks))
-        who = f"rank{'s' if len(self.ranks) != 1 else ''} {ranks}"
-        return f"{self.name} was lost with {who} in step {self.boundary}{because(self.reason)}"
+        return f"{self.name} was lost with {name_ranks(self.ranks)} in step {self.boundary}{because(self.reason)}"
 
 
 class ConnectionBroken(Event, frozen=True, kw_only=True):
@@ -169,8 +172,7 @@ class ReplacementAsked(Event, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """What was asked, for an operator."""
-        ranks = ", ".join(map(str, self.ranks))
-        who = f"rank{'s' if len(self.ranks) > 1 else ''} {ranks}"
+        who = name_ranks(self.ranks)
         if self.node:
             return f"{self.node} with {who} was drained as requested ({self.reason})"
         return f"{who} had to be replaced as requested ({self.reason})"

@@ -13,8 +13,8 @@ from ttprun.protocol.rank_events import MismatchFound
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.alone import as_own
-from ttprun.recovery.job import RUNGS, Ending, Job, JobPhase, name_ranks
-from ttprun.recovery.job_events import Saved
+from ttprun.recovery.job import RUNGS, Ending, Job, JobPhase
+from ttprun.recovery.job_events import Saved, name_ranks
 from ttprun.recovery.members import Member
 from ttprun.recovery.phases import (
     HALT,

@@ -11,8 +11,15 @@ from dataclasses import replace
 from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
-from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed, RankDiverged, RankHung, SupervisorRenewed
+from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase
+from ttprun.recovery.job_events import (
+    ConnectionBroken,
+    DeadlinePassed,
+    RankDiverged,
+    RankHung,
+    SupervisorRenewed,
+    name_ranks,
+)
 from ttprun.recovery.ladder import (
     begin_attempt,
     begin_persisting,

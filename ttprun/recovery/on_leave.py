@@ -20,8 +20,8 @@ from ttprun.protocol.process_orders import Action, KillRank
 from ttprun.protocol.rank_events import RankExited, RankStarted, SpawnFailed
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Freeze
-from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
-from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed
+from ttprun.recovery.job import Ending, Job, JobPhase
+from ttprun.recovery.job_events import ConnectionBroken, DeadlinePassed, name_ranks
 from ttprun.recovery.ladder import (
     drain,
     end_with,

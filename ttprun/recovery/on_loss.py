@@ -13,8 +13,16 @@ from ttprun.protocol.from_rank import RankFaulted, RankUnprotected
 from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
-from ttprun.recovery.job_events import GroupRestarted, NodeLost, RankDiverged, RankHung, RanksCompared, StepDiffers
+from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members
+from ttprun.recovery.job_events import (
+    GroupRestarted,
+    NodeLost,
+    RankDiverged,
+    RankHung,
+    RanksCompared,
+    StepDiffers,
+    name_ranks,
+)
 from ttprun.recovery.ladder import (
     begin_attempt,
     drain,

@@ -27,7 +27,7 @@ from ttprun.protocol.process_orders import Action, KillRank, TakeBack
 from ttprun.protocol.rank_events import Event, MismatchFound, RankEvent, RankExited, StopAsked
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import Resume
-from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
+from ttprun.recovery.job import Ending, Job, JobPhase
 from ttprun.recovery.job_events import (
     CheckpointAsked,
     DeadlinePassed,
@@ -43,6 +43,7 @@ from ttprun.recovery.job_events import (
     StatePersisted,
     StepDiffers,
     UpgradeAsked,
+    name_ranks,
 )
 from ttprun.recovery.ladder import (
     begin_attempt,

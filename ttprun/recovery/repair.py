@@ -14,7 +14,8 @@ from ttprun.protocol.process_orders import Action, KillRank, ParkRank, SpawnRank
 from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.reason import Reason
 from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
-from ttprun.recovery.job import Job, JobPhase, name_ranks
+from ttprun.recovery.job import Job, JobPhase
+from ttprun.recovery.job_events import name_ranks
 from ttprun.recovery.ladder import end_job, leave_group, take_lower_rung
 from ttprun.recovery.members import Member, RankState
 from ttprun.recovery.phases import (

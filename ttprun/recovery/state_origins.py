@@ -16,8 +16,8 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from ttprun.protocol.reason import Reason
-from ttprun.recovery.job import Job, name_ranks
-from ttprun.recovery.job_events import Saved
+from ttprun.recovery.job import Job
+from ttprun.recovery.job_events import Saved, name_ranks
 from ttprun.recovery.members import RankState
 
 NO_REPLACEMENT = Reason("switched-off", "replacement is switched off (rungs)")

@@ -30,7 +30,6 @@ FIRST_LOOKS = 2  # of each optimizer: its state exists from its first step on
 SAMPLE_BYTES = 64
 _MOST_SAMPLES = 64  # parameters, at one boundary
 _STRIDE = 8191  # bytes by which the sampled place moves from boundary to boundary
-_PLAIN = (int, float, bool, str, type(None))
 
 
 class Holdings:
@@ -199,7 +198,9 @@ def _hash_of_rest(state: dict[str, Any], group: dict[str, Any], gradient: torch.
             if _is_dense(local):
                 hasher.update(f"{name} {local.dtype} {list(local.shape)}".encode())
                 hasher.update(content_of(local))
-        elif is_a(value, _PLAIN) or (type(value) is tuple and all(is_a(item, _PLAIN) for item in value)):
+        elif is_a(value, replicated.PLAIN) or (
+            type(value) is tuple and all(is_a(item, replicated.PLAIN) for item in value)
+        ):
             plain = tuple(map(plain_of, value)) if type(value) is tuple else plain_of(value)
             hasher.update(f"{name} {plain!r}".encode())
     if gradient is not None:

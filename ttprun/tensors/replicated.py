@@ -37,7 +37,7 @@ from ttprun.tensors import gradients, optimizer_registry, sharded
 from ttprun.tensors.gradients import GRADIENT
 from ttprun.tensors.optimizer_registry import Stepped, hash_of
 
-_PLAIN = (int, float, bool, str, type(None))
+PLAIN = (int, float, bool, str, type(None))
 WEIGHT = "weight"
 
 
@@ -157,7 +157,7 @@ def describe() -> tuple[list[Any], list[Part]]:
                     )
                 entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
                 parts.append(Part(f"{name}/{key}", model_tensors.local_of(value).detach(), value))
-            elif is_a(value, _PLAIN):
+            elif is_a(value, PLAIN):
                 entries.append([key, False, value, None])
             elif type(value) is list:
                 entries.append([key, False, [len(value)], None])

@@ -41,7 +41,7 @@ from ttprun.protocol import node_messages
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.reason import Reason
 from ttprun.recovery import Job, JobPhase, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
-from ttprun.recovery.job import name_ranks
+from ttprun.recovery.job_events import name_ranks
 from ttprun.recovery.state_origins import may_rewind
 
 LEAST_LOOKS = 60  # before a share is worth a word: half a minute

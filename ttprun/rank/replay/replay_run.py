@@ -148,7 +148,6 @@ _MOST_NAMED = 4  # hyperparameters
 SET_VARIABLES = "a replay sets the variables where it jumps into a loop"  # among the origins: see `end_by_error`
 
 
-_KILL_LIMIT_S = 60.0
 _THREAD_LIMIT_S = 5.0  # in which a thread ends that the lost rank's record has as ended
 
 
