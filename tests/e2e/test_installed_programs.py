@@ -35,6 +35,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     binaries.mkdir()
     (package / "__init__.py").write_text("")
     shutil.copy(SCRIPTS / TRAINER, package / "loop.py")
+    shutil.copy(SCRIPTS / "around_the_loop.py", site)
     (package / "cli.py").write_text(CLI)
     command = binaries / "train-it"
     command.write_text(COMMAND.format(python=sys.executable))

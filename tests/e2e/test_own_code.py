@@ -43,6 +43,8 @@ def repository(tmp_path: Path) -> Path:
     shutil.copy(SCRIPTS / TRAINER, source / "loop.py")
     (tmp_path / "project" / "tools").mkdir()
     (tmp_path / "project" / "tools" / "train.py").write_text(TOOL)
+    for folder in ("src", "tools"):
+        shutil.copy(SCRIPTS / "around_the_loop.py", tmp_path / "project" / folder)
     return tmp_path / "project"
 
 
