@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttprun.capture.data.rest_of_epoch import batches, fetched_ahead, led_by_dummies, share, used_up
+from ttprun.capture.data.rest_of_epoch import fetched_ahead, led_by_dummies, share, used_up
 
 ranks = st.integers(1, 7)
 
@@ -24,7 +24,8 @@ def test_each_sample_is_used_at_least_once_in_the_epoch_and_at_most_once_but_for
     order = [(7 * index + 3) % n for index in range(n)] if n % 7 else list(range(n))
     used, seen, padded = 0, Counter[int](), 0
     for replicas, steps in stages:
-        of_rank = [list(batches(share(order, used, rank, replicas, False), size, False)) for rank in range(replicas)]
+        shares = [share(order, used, rank, replicas, False) for rank in range(replicas)]
+        of_rank = [list(led_by_dummies(indices, n, 0, size, False)) for indices in shares]
         for taken in (batch for left in of_rank for batch in left[:steps]):
             seen.update(taken)
         padded += -max(0, n - used) % replicas
