@@ -1,9 +1,10 @@
 """Objects whose state is not in their attributes: it is read and set by methods.
 
-Random generators have methods of their own; for a few kinds there is an adapter in TABLE, and other packages register
-theirs. The state is recorded as plain values, and set on the object that the replay has made. All others (a simulator
-or a decoder of a compiled extension) are compared by what pickle gets of them, or named as not proved. Nothing is
-unpickled.
+Random generators have methods of their own. A simulator or decoder of a compiled extension returns its state by
+`__getstate__` and sets it by `__setstate__`, or by a pair of methods of other names (PAIRS). The state is recorded as
+plain values and set on the object that the replay has made; then it is read again, since some (pybind11's) silently
+ignore a second `__setstate__`. Objects without such a pair are compared by their pickled state, or named as not proved.
+Nothing is unpickled. For all others there are adapters.
 """
 
 from __future__ import annotations
@@ -51,7 +52,42 @@ from ttprun.introspect.safe_reads import (
 )
 from ttprun.protocol.reason import Reason
 
+PAIRS = (
+    ("__getstate__", "__setstate__"),
+    ("clone_state", "restore_state"),
+    ("cloneState", "restoreState"),
+    ("get_state", "set_state"),
+    ("getstate", "setstate"),
+    ("state_dict", "load_state_dict"),
+)
 _POINTER = 8
+
+
+class Pair:
+    """An adapter by two methods of the object's own."""
+
+    def __init__(self, get: str, put: str) -> None:
+        self._get, self._put = get, put
+
+    def record(self, value: Any) -> Any:
+        """The state of an object."""
+        return getattr(value, self._get)()
+
+    def restore(self, value: Any, state: Any) -> None:
+        """Set the state of an object. Raises ValueError if it has another one then."""
+        getattr(value, self._put)(state)
+        if self.record(value) != state:
+            raise ValueError(f"{self._put} has not set the state")
+
+
+def pair_of(kind: type) -> Pair | None:
+    """The methods to read and set hidden state of a type's objects; None if they have none."""
+    if not hides_state(kind):
+        return None
+    for get, put in PAIRS:
+        if getattr(kind, get, None) is not getattr(object, get, None) and callable(getattr(kind, put, None)):
+            return Pair(get, put)
+    return None
 
 
 def hides_state(kind: type) -> bool:
@@ -195,7 +231,7 @@ def restore_state(restore: Restore, live: Any, node: StateNode, name: str) -> An
     """Put the lost rank's state into the replacement's object."""
     kind = node.kind
     is_alike = live is not MISSING and name_of(type(live)) == kind
-    adapter = adapter_for(type(live)) if is_alike else None
+    adapter = adapter_for(type(live)) or pair_of(type(live)) if is_alike else None
     if adapter is None:
         return restore.refuse(live, unlike(name, kind, live))
     if not restore.claim_or_refuse(node.number, live, name):

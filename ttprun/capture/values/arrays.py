@@ -16,12 +16,13 @@ from typing import Any
 import numpy
 import torch
 
-from ttprun.capture.records.nodes import ArrayNode, ObjectArrayNode, ReferenceNode, RefusedNode
-from ttprun.capture.records.packing import MISSING
+from ttprun.capture.records.nodes import ArrayNode, ObjectArrayNode, ReferenceNode, RefusedNode, SameNode
+from ttprun.capture.records.packing import MISSING, name_of
 from ttprun.capture.values.large import SMALL_BYTES, address_of, follow, is_followed, record_data
 from ttprun.capture.values.plain import dtype_of, dtype_text
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.introspect.safe_reads import dictionary_of, is_a
 
 
 def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int) -> Any:
@@ -100,6 +101,20 @@ def _place(value: numpy.ndarray[Any, Any], base: Any) -> list[Any] | None:
         size, offset = 0, 0
     is_held = value.flags.writeable and isinstance(base, mmap.mmap | ctypes.Array)
     return [list(value.strides), offset, size, is_held]
+
+
+def record_other_array(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """Matrices, masked and record arrays: compared, by dtype, shape and digest.
+
+    value   of a subclass of numpy.ndarray, any dtype but objects
+    """
+    plain = numpy.ndarray.view(value, numpy.ndarray)
+    if plain.dtype.hasobject:
+        return RefusedNode(f"is a {type(value).__name__} of objects")
+    mask = (dictionary_of(value) or {}).get("_mask") if is_a(value, numpy.ma.MaskedArray) else None
+    parts = [plain] if mask is None else [plain, numpy.broadcast_to(mask, plain.shape)]
+    digests = [follow(part)[0].hex() for part in parts]
+    return SameNode(name_of(type(value)), f"{dtype_text(plain.dtype)} {list(plain.shape)} {' '.join(digests)}")
 
 
 def restore_array(restore: Restore, live: Any, node: ArrayNode, name: str) -> Any:

@@ -43,7 +43,7 @@ from ttprun.capture.values import (
 )
 from ttprun.capture.values.autograd_graphs import Unrecorded
 from ttprun.capture.values.restore import RESTORERS, Restorer
-from ttprun.capture.values.snapshot import HANDLERS, Handler
+from ttprun.capture.values.snapshot import HANDLERS, Handler, Snapshot
 from ttprun.introspect import fail_open, model_tensors
 from ttprun.introspect.safe_reads import has_dictionary, has_method, slots_of
 
@@ -108,7 +108,7 @@ BY_BASE: list[tuple[type, Handler]] = [
     (numpy.generic, plain.record_plain("numpy scalar")),
     (numpy.dtype, plain.record_plain("numpy dtype")),
     *((base, plain.record_plain("scalar")) for base in (int, float, str, bytes, complex)),
-    (numpy.ndarray, lambda snapshot, value, depth: snapshot.unproved(type(value), "its elements are not recorded")),
+    (numpy.ndarray, arrays.record_other_array),
     (numpy.ufunc, objects.record_named),
     (types.ModuleType, objects.record_python_module),
     (types.GeneratorType, iterators.record_generator),
@@ -210,10 +210,21 @@ def handler_for(kind: type) -> Handler:
     has_attributes = has_dictionary(kind) or bool(slots_of(kind))
     compared = iterators.record_compiled_iterator if has_method(kind, "__next__") else process_objects.record_unknown
     if adapters.hides_state(kind):
-        return compared
+        pair = adapters.pair_of(kind)
+        return compared if pair is None else _recorded_or_compared(adapters.record_with(pair, kind), compared)
     if has_attributes and objects.is_frozen(kind):
         return objects.record_value_object
     return objects.record_object if has_attributes or objects.is_of_user(kind) else compared
+
+
+def _recorded_or_compared(record: Handler, compared: Handler) -> Handler:
+    """Record an extension's object; if that fails, compare its digest, if it has one."""
+
+    def handle(snapshot: Snapshot, value: object, depth: int) -> object:
+        node = record(snapshot, value, depth)
+        return node if isinstance(node, nodes.StateNode) else compared(snapshot, value, depth)
+
+    return handle
 
 
 HANDLERS.choose = handler_for
