@@ -57,7 +57,7 @@ CAUSES = {
     "workers": "step 0: another batch of the same samples: *num_workers of the DataLoader * 2 instead of 0",
     "augmentation": "step 0: another batch of the same samples: the data, its augmentation, *",
     "evaluation": "step 8: other random numbers before the batch is loaded: an evaluation with dropout *",
-    "kernel": "step 12: same *: kernel*",
+    "kernel": "step 12*: same *: kernel*",  # by rounding: on some CPUs one of the losses is the same
     "threads": "step *: same *: kernel*; threads of torch: 4 instead of 1",
     "weight": "step 12{}: same weights after step 11, other ones now: something else than the optimizer has *",
     "skipped": "step 12: 2/1 batches/losses instead of 1/1: a batch was skipped, *",
