@@ -1,9 +1,9 @@
 """The chain of digests that each step of a rank leaves with --trace: a line of text a step, of 200 bytes at most.
 
-A tracer is a listener of `ttprun.introspect.stages`. A step's line is
-written in one go, before the record that lets the others take the step: a rank that is killed later has left it, and of
-one that is killed earlier the replacement writes it. `chaos/trial/compare.py` reads the lines; its LINKS say what each
-letter stands for. Begin with `Tracer.reached`.
+A tracer is a listener of `ttprun.introspect.stages`. A step's line is written in one go, before the record that lets
+the others take the step: a rank that is killed later has left it, and of one that is killed earlier the replacement
+writes it. `chaos/trial/compare.py` reads the lines; its LINKS say what each letter stands for. Begin with
+`Tracer.reached`.
 """
 
 from __future__ import annotations

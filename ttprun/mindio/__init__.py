@@ -3,7 +3,7 @@
 The phases and the agent's orders are the same as without it, but nothing of the script is recorded or replayed. A
 survivor's main thread leaves its collective by an error, which the decorator of the train function catches; a
 replacement runs the script up to that function. Each phase then calls a handler: the framework's own, or our default.
-A companion: without `--mindio` nothing of it is imported.
+A companion: a job without `--mindio` imports nothing of it.
 
 Files: `agent_side` (the machine's orders) and `schedulers` in the agent; in a rank `handlers` (the interface's values,
 callbacks and their defaults), `framework` (the main thread's side), `callback_recovery` (the recovery thread's side).
